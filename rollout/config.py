@@ -1,0 +1,172 @@
+"""The engine's settings: one frozen object, checked when it is built.
+
+Names shared with transformers' ``ContinuousBatchingConfig`` keep its meaning. Settings of that
+class which this engine does not offer are refused by name, never dropped.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rollout.types import MAX_SEED, require_int, require_number
+
+MIN_PAGE_SIZE = 4
+MIN_BATCH_TOKENS = 256
+SCHEDULER_SAFETY_MARGINS = {"fifo": 0.15, "prefill_first": 0.0}
+WEIGHT_CHANGE_POLICIES = ("recompute", "keep", "cancel")
+DEFAULT_MEMORY_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of a :class:`~rollout.engine.RolloutEngine`.
+
+    Example::
+
+        EngineConfig(max_memory=2 * 2**30, page_size=16)
+        EngineConfig.from_any({"scheduler_type": "prefill_first"})
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field is out of range, or two fields contradict each other.
+    """
+
+    page_size: int = 32
+    """Tokens per page of the key/value cache, at least 4."""
+    num_blocks: int | None = None
+    """Pages per layer group. ``None`` sizes the cache by ``max_memory`` or by the requests."""
+    max_memory: int | None = None
+    """Upper bound of the key/value cache in bytes. ``None`` uses ``max_memory_percent``."""
+    max_memory_percent: float | None = None
+    """Share of the free memory (device memory, or what psutil calls available) that the cache may
+    take at the most. ``None`` means 0.5. Without ``num_blocks`` the cache is never larger than
+    the requests at hand can fill."""
+    max_batch_tokens: int | None = None
+    """Tokens that go through the model in one step at the most; longer prompts are split over
+    several steps. ``None`` means 8192. Below 256 only when given explicitly."""
+    max_requests_per_batch: int | None = None
+    """Sequences running at the same time at the most. ``None`` means 1024."""
+    scheduler_type: str = "fifo"
+    """``"fifo"`` serves running sequences before it starts new ones; ``"prefill_first"`` starts
+    new ones first."""
+    safety_margin: float | None = None
+    """Share of the pages that must be free before another sequence is started, in [0, 1]. ``None``
+    means 0.15 for ``fifo`` and 0 for ``prefill_first``."""
+    allow_block_sharing: bool = True
+    """Share pages between samples of a prompt and between equal prefixes."""
+    attn_implementation: str = "sdpa"
+    """Attention backend, see :mod:`rollout.attention`."""
+    on_weight_change: str = "recompute"
+    """What happens to requests in flight when the weights change: ``"recompute"`` their keys and
+    values under the new weights, ``"keep"`` the old ones (mixing both, as asynchronous RL does),
+    or ``"cancel"`` them, keeping what was generated. Shared prefixes are never reused across a
+    change, whatever is chosen."""
+    pack_weights: bool | str = "auto"
+    """Keep derived copies of linear weights in the layout that the CPU multiplies fastest. They
+    follow every weight change. ``"auto"`` packs where measuring showed a gain, ``False`` never."""
+    seed: int = 0
+    """Seeds the noise of requests that bring no seed of their own. Ranks of a distributed job draw
+    differently under the same seed."""
+
+    def __post_init__(self) -> None:
+        require_int("page_size", self.page_size, low=MIN_PAGE_SIZE)
+        for name in ("num_blocks", "max_memory", "max_batch_tokens", "max_requests_per_batch"):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), low=1)
+        if self.max_memory_percent is not None:
+            require_number("max_memory_percent", self.max_memory_percent, low=0.0, high=1.0, low_open=True)
+        if self.safety_margin is not None:
+            require_number("safety_margin", self.safety_margin, low=0.0, high=1.0)
+        require_int("seed", self.seed, low=0, high=MAX_SEED)
+        _require_choice("scheduler_type", self.scheduler_type, tuple(SCHEDULER_SAFETY_MARGINS))
+        _require_choice("on_weight_change", self.on_weight_change, WEIGHT_CHANGE_POLICIES)
+        _require_choice("pack_weights", self.pack_weights, ("auto", True, False))
+        _require_choice("allow_block_sharing", self.allow_block_sharing, (True, False))
+        if self.num_blocks is not None and self.max_memory is not None:
+            raise ValueError(
+                f"num_blocks={self.num_blocks} and max_memory={self.max_memory} both size the cache; "
+                "give one of them"
+            )
+        if self.max_memory is not None and self.max_memory_percent is not None:
+            raise ValueError(
+                f"max_memory={self.max_memory} and max_memory_percent={self.max_memory_percent} both "
+                "bound the cache; give one of them"
+            )
+
+    @property
+    def resolved_safety_margin(self) -> float:
+        """``safety_margin`` with the scheduler's default filled in."""
+        if self.safety_margin is not None:
+            return self.safety_margin
+        return SCHEDULER_SAFETY_MARGINS[self.scheduler_type]
+
+    @property
+    def resolved_max_batch_tokens(self) -> int:
+        """``max_batch_tokens`` with its default filled in."""
+        return 8192 if self.max_batch_tokens is None else self.max_batch_tokens
+
+    @property
+    def resolved_max_requests(self) -> int:
+        """``max_requests_per_batch`` with its default filled in."""
+        return 1024 if self.max_requests_per_batch is None else self.max_requests_per_batch
+
+    @classmethod
+    def from_any(cls, config: Any) -> "EngineConfig":
+        """Build from ``None``, an ``EngineConfig``, a dict, or transformers' config object.
+
+        Raises:
+            TypeError: ``config`` is none of these.
+            ValueError: a key is unknown, or transformers' object asks for something not offered.
+        """
+        if config is None:
+            return cls()
+        if isinstance(config, cls):
+            return config
+        if isinstance(config, Mapping):
+            return cls._from_mapping(config)
+        if dataclasses.is_dataclass(config) and type(config).__name__ == "ContinuousBatchingConfig":
+            return cls._from_transformers(config)
+        raise TypeError(
+            f"config has type {type(config).__name__}; give an EngineConfig, a dict of its fields, or "
+            "transformers' ContinuousBatchingConfig"
+        )
+
+    @classmethod
+    def _from_mapping(cls, config: Mapping[str, Any]) -> "EngineConfig":
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(set(config) - set(known))
+        if unknown:
+            raise ValueError(f"unknown settings {unknown}; known settings: {', '.join(known)}")
+        return cls(**config)
+
+    @classmethod
+    def _from_transformers(cls, config: Any) -> "EngineConfig":
+        """Take over what we share; refuse what was changed from its default and is not ours."""
+        known = {f.name for f in fields(cls)}
+        values, refused = {}, []
+        for f in fields(config):
+            value = getattr(config, f.name)
+            if f.name == "return_logprobs" or f.name == "per_request_processors":
+                continue  # always on here, whatever is asked
+            if f.name in known:
+                if value is not None:
+                    values[f.name] = value
+            elif value != _default_of(f):
+                refused.append(f"{f.name}={value!r}")
+        if refused:
+            raise ValueError(
+                f"these ContinuousBatchingConfig settings are not offered by RolloutEngine: "
+                f"{', '.join(refused)}; leave them at their defaults"
+            )
+        return cls(**values)
+
+
+def _default_of(f: "dataclasses.Field[Any]") -> Any:
+    return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+
+
+def _require_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    # identity of type as well: 1 == True, and 1 is no answer to a yes/no question
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
+        raise ValueError(f"{name}={value!r}; allowed: {', '.join(map(repr, allowed))}")
