@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from rollout.types import Completion, FinishReason, SamplingParams
+from rollout.types import Completion, DrawnToken, FinishReason, SamplingParams
 
 
 class SequenceState(Enum):
@@ -100,7 +100,7 @@ class Sequence:
         """Sort key: earlier requests first, then samples by index."""
         return (self.request.ordinal, self.index)
 
-    def append(self, drawn: "DrawnToken", version: int) -> None:
+    def append(self, drawn: DrawnToken, version: int) -> None:
         """Add a drawn token with its numbers."""
         self.ids.append(drawn.token_id)
         self.logprobs.append(drawn.logprob)
@@ -175,16 +175,6 @@ class StepPlan:
     def drawing(self) -> list[Sequence]:
         """The sequences that draw a token, in the order of :attr:`StepResult.drawn`."""
         return [s for row in self.rows if row.draws for s in (row.sequence, *row.forks)]
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnToken:
-    """One drawn token and its three numbers (see :class:`~rollout.types.Completion`)."""
-
-    token_id: int
-    logprob: float
-    policy_logprob: float
-    log_kept_mass: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

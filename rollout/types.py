@@ -194,6 +194,16 @@ class SamplingParams:
         return self.temperature == 0
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnToken:
+    """One drawn token and its three numbers (see :class:`Completion`)."""
+
+    token_id: int
+    logprob: float
+    policy_logprob: float
+    log_kept_mass: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One finished sample of one prompt; tokens, logprobs and versions stay beside each other.
