@@ -64,6 +64,8 @@ class Sequence:
     tables: list[list[int]] = field(init=False)
     first_page: list[int] = field(init=False)
     page_keys: list[bytes] = field(default_factory=list)
+    is_shareable: bool = True
+    """False once its pages mix weight versions: others must never find them."""
     logprobs: list[float] = field(default_factory=list)
     policy_logprobs: list[float] = field(default_factory=list)
     log_kept_mass: list[float] = field(default_factory=list)

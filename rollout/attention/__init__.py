@@ -1,0 +1,74 @@
+"""How a step attends: a table of backends, each a file of its own.
+
+The model's attention layers call :func:`paged_attention` through transformers'
+``AttentionInterface``; it hands over to the step's own object, which the engine passes down as a
+keyword argument. So two engines in two threads share nothing but the name.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from rollout.attention.backend import AttentionBackend, AttentionCall, AttentionStep
+from rollout.attention.eager import EagerAttention
+from rollout.attention.sdpa import SdpaAttention
+
+IMPLEMENTATION = "rollout_paged"
+"""Name under which :func:`paged_attention` is registered with transformers."""
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "sdpa": SdpaAttention,
+    "eager": EagerAttention,
+}
+
+
+def make_backend(name: str) -> AttentionBackend:
+    """The backend of that name.
+
+    Raises:
+        ValueError: no such backend; the message lists the known ones.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"attn_implementation={name!r} is unknown; known: {', '.join(BACKENDS)}")
+    return BACKENDS[name]()
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    rollout_step: AttentionStep | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention function of transformers' interface: ``query [1, N, T, H] -> [1, T, N, H]``.
+
+    Raises:
+        RuntimeError: the model did not pass the engine's keyword on to its attention layers.
+    """
+    if rollout_step is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was called without the engine's step: the model does not pass "
+            "keyword arguments on to its attention layers"
+        )
+    return rollout_step.attend(module, query, key, value, attention_mask, kwargs), None
+
+
+# The one registration at import: transformers looks attention functions up by name in a global
+# table. No mask function is registered under the name, so models build no mask at all.
+AttentionInterface.register(IMPLEMENTATION, paged_attention)
+
+__all__ = [
+    "BACKENDS",
+    "IMPLEMENTATION",
+    "AttentionBackend",
+    "AttentionCall",
+    "AttentionStep",
+    "EagerAttention",
+    "SdpaAttention",
+    "make_backend",
+    "paged_attention",
+]

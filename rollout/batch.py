@@ -1,0 +1,296 @@
+"""From a step's plan to the index tensors that the model and the attention read.
+
+The only place where lists become tensors. Rows are packed so that each bucket of similar rows is
+one contiguous run of tokens::
+
+    packed tokens  | decode rows, longest first | new prompts, longest first | continued prompts |
+    buckets        |    d0     |    d1    |  d2 |      p0      |      p1     |        c0         |
+
+Letters: T packed tokens, R rows of a bucket, Q query tokens of its longest row, W page-table width,
+S slots in a page, C keys seen through a table (W * S), D drawing rows.
+"""
+
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rollout.sequence import PlannedRow, StepPlan
+
+BUCKET_OVERHEAD_KEYS = 512
+"""Padding of this many key slots costs about as much as one more bucket (measured on 2 CPU cores:
+10 us per 32 slots, 100 us of calls per bucket and layer)."""
+MAX_BUCKET_SIZES = 16
+"""Distinct sizes between which bucket borders are searched; more are rounded together."""
+
+
+class BucketKind(Enum):
+    """How the rows of a bucket find their keys."""
+
+    DECODE = "decode"  # one query token each, keys from pages
+    FRESH = "fresh"  # whole prompts from position 0, keys are the packed ones
+    CONTINUED = "continued"  # several query tokens after a computed prefix, keys from pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Rows that attend together, as one run of packed tokens ``start .. end``."""
+
+    kind: BucketKind
+    start: int
+    end: int
+    num_rows: int
+    query_len: int
+    tokens: Tensor | None = None
+    """[R * Q] int64, packed index of each (row, query); short rows repeat their last token.
+    ``None`` for DECODE, where it would be ``start .. end``."""
+    kept: Tensor | None = None
+    """[end - start] int64, where in ``R * Q`` each packed token of the run lies."""
+    pages: Tensor | None = None
+    """[R * W] int64, page tables padded with the null page; ``None`` where the packed keys are all that is seen."""
+    bias: Tensor | None = None
+    """[R, Q, C] in the cache's dtype: 0 where a query sees a key, -inf elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """One row on the host side: its packed tokens, their positions, and its pages."""
+
+    start: int
+    length: int
+    position: int
+    first_page: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBatch:
+    """What one layer group needs in this step."""
+
+    window: int | None
+    slots: Tensor
+    """[T] int64, where each token's key and value are stored: page * S + slot."""
+    rows: tuple[RowSpan, ...]
+    buckets: tuple[Bucket, ...]
+    copy_sources: Tensor | None
+    copy_targets: Tensor | None
+    fresh_pages: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """A step as tensors."""
+
+    input_ids: Tensor
+    """[1, T] int64."""
+    position_ids: Tensor
+    """[1, T] int64."""
+    logit_index: Tensor
+    """[D] int64, packed index of the last token of each row that draws."""
+    logit_rows: tuple[int, ...]
+    """For each drawing sequence (forks included), its row in the D logits."""
+    groups: tuple[GroupBatch, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed tokens."""
+        return self.input_ids.shape[1]
+
+    def check(self) -> None:
+        """Assert the shapes and types that the fields promise."""
+        tokens = self.num_tokens
+        assert self.input_ids.dtype == self.position_ids.dtype == self.logit_index.dtype == torch.int64
+        assert self.position_ids.shape == (1, tokens)
+        for group in self.groups:
+            assert group.slots.shape == (tokens,) and group.slots.dtype == torch.int64
+            assert len(set(group.slots.tolist())) == tokens, "two tokens share a slot"
+            runs = [(bucket.start, bucket.end) for bucket in group.buckets]
+            assert [0, *(end for _, end in runs)] == [*(start for start, _ in runs), tokens]
+
+
+def build_batch(
+    plan: StepPlan,
+    *,
+    page_size: int,
+    windows: SequenceABC[int | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> StepBatch:
+    """Lay out a plan. ``dtype`` is that of the cache, which the attention bias takes too."""
+    runs = _split_by_kind(plan.rows)
+    rows = [row for _, run in runs for row in run]
+    starts = np.cumsum([0, *(row.length for row in rows)])
+    ids = [t for row in rows for t in row.sequence.ids[row.start : row.start + row.length]]
+    positions = np.concatenate([np.arange(row.start, row.start + row.length) for row in rows])
+    last_token = {id(row): int(end) - 1 for row, end in zip(rows, starts[1:], strict=True)}
+    drawing = [row for row in plan.rows if row.draws]
+    return StepBatch(
+        input_ids=torch.tensor(ids, device=device).unsqueeze(0),
+        position_ids=torch.from_numpy(positions).to(device).unsqueeze(0),
+        logit_index=torch.tensor([last_token[id(row)] for row in drawing], dtype=torch.int64, device=device),
+        logit_rows=tuple(i for i, row in enumerate(drawing) for _ in range(1 + len(row.forks))),
+        groups=tuple(
+            _build_group(plan, runs, rows, starts, group, page_size, window, dtype, device)
+            for group, window in enumerate(windows)
+        ),
+    )
+
+
+def _split_by_kind(rows: SequenceABC[PlannedRow]) -> list[tuple[BucketKind, list[PlannedRow]]]:
+    """Rows by kind, each kind sorted by size with the largest first."""
+    decode = sorted((r for r in rows if r.length == 1), key=lambda r: -r.start)
+    fresh = sorted((r for r in rows if r.length > 1 and r.start == 0), key=lambda r: -r.length)
+    continued = sorted((r for r in rows if r.length > 1 and r.start > 0), key=lambda r: -r.length)
+    kinds = ((BucketKind.DECODE, decode), (BucketKind.FRESH, fresh), (BucketKind.CONTINUED, continued))
+    return [(kind, run) for kind, run in kinds if run]
+
+
+def _build_group(
+    plan: StepPlan,
+    runs: list[tuple[BucketKind, list[PlannedRow]]],
+    rows: list[PlannedRow],
+    starts: npt.NDArray[np.int64],
+    group: int,
+    page_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> GroupBatch:
+    spans = tuple(
+        RowSpan(
+            start=int(start),
+            length=row.length,
+            position=row.start,
+            first_page=row.sequence.first_page[group],
+            pages=tuple(row.sequence.tables[group]),
+        )
+        for row, start in zip(rows, starts, strict=False)
+    )
+    buckets, done = [], 0
+    for kind, run in runs:
+        of_kind = spans[done : done + len(run)]
+        for first, last in _cut(kind, of_kind, page_size):
+            buckets.append(_build_bucket(kind, of_kind[first:last], page_size, window, dtype, device))
+        done += len(run)
+    copies = [copy for copy in plan.copies if copy.group == group]
+    fresh = plan.fresh_pages[group] if plan.fresh_pages else ()
+    return GroupBatch(
+        window=window,
+        slots=torch.from_numpy(np.concatenate([_slots(span, page_size) for span in spans])).to(device),
+        rows=spans,
+        buckets=tuple(buckets),
+        copy_sources=torch.tensor([c.source for c in copies], device=device) if copies else None,
+        copy_targets=torch.tensor([c.target for c in copies], device=device) if copies else None,
+        fresh_pages=torch.tensor(fresh, device=device) if fresh else None,
+    )
+
+
+def _slots(span: RowSpan, page_size: int) -> npt.NDArray[np.int64]:
+    positions = np.arange(span.position, span.position + span.length)
+    pages = np.asarray(span.pages, dtype=np.int64)
+    slots: npt.NDArray[np.int64] = (
+        pages[positions // page_size - span.first_page] * page_size + positions % page_size
+    )
+    return slots
+
+
+def _cut(kind: BucketKind, spans: SequenceABC[RowSpan], page_size: int) -> list[tuple[int, int]]:
+    """Borders between buckets of rows that are sorted by size, the largest first."""
+    if kind is BucketKind.DECODE:
+        sizes = [len(span.pages) * page_size for span in spans]
+    else:
+        sizes = [span.length * (len(span.pages) * page_size) for span in spans]
+    # a prefill bucket pays off where it saves about the work of its largest row
+    return cut_buckets(sizes, BUCKET_OVERHEAD_KEYS if kind is BucketKind.DECODE else sizes[0])
+
+
+def _build_bucket(
+    kind: BucketKind,
+    spans: SequenceABC[RowSpan],
+    page_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Bucket:
+    query_len = max(span.length for span in spans)
+    width = max(len(span.pages) for span in spans)
+    start, end = spans[0].start, spans[-1].start + spans[-1].length
+    tokens = kept = pages = bias = None
+    if kind is not BucketKind.DECODE:
+        lengths = np.array([span.length for span in spans])[:, None]
+        offsets = np.arange(query_len)[None]
+        firsts = np.array([span.start for span in spans])[:, None]
+        tokens = torch.from_numpy((firsts + np.minimum(offsets, lengths - 1)).ravel()).to(device)
+        kept = torch.from_numpy(np.flatnonzero(offsets < lengths)).to(device)
+    if kind is not BucketKind.FRESH or (window is not None and query_len > window):
+        table = np.zeros((len(spans), width), dtype=np.int64)
+        for i, span in enumerate(spans):
+            table[i, : len(span.pages)] = span.pages
+        pages = torch.from_numpy(table.ravel()).to(device)
+        bias = _bias(spans, query_len, width * page_size, page_size, window, dtype, device)
+    return Bucket(
+        kind=kind,
+        start=start,
+        end=end,
+        num_rows=len(spans),
+        query_len=query_len,
+        tokens=tokens,
+        kept=kept,
+        pages=pages,
+        bias=bias,
+    )
+
+
+def _bias(
+    spans: SequenceABC[RowSpan],
+    query_len: int,
+    num_keys: int,
+    page_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """[R, Q, C] additive mask: a query sees keys at or before its position, inside the window."""
+    base = torch.tensor([span.position for span in spans], device=device)
+    first = torch.tensor([span.first_page * page_size for span in spans], device=device)
+    query = base[:, None, None] + torch.arange(query_len, device=device)[None, :, None]
+    key = first[:, None, None] + torch.arange(num_keys, device=device)[None, None, :]
+    seen = key <= query
+    if window is not None:
+        seen &= key > query - window
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
+
+
+def cut_buckets(sizes: SequenceABC[int], overhead: int) -> list[tuple[int, int]]:
+    """Cut rows sorted by size (largest first) into runs of least total cost.
+
+    A run costs ``rows * largest size + overhead``. Exact dynamic programme over the distinct
+    sizes, which are rounded together when there are more than ``MAX_BUCKET_SIZES``.
+
+    Example::
+
+        cut_buckets([9, 9, 2, 2], overhead=4)   # [(0, 2), (2, 4)]: 18+4 + 4+4 < 36+4
+    """
+    step = max(1, -(-sizes[0] // MAX_BUCKET_SIZES))
+    borders = [0]
+    for i in range(1, len(sizes)):
+        if -(-sizes[i] // step) != -(-sizes[i - 1] // step):
+            borders.append(i)
+    borders.append(len(sizes))
+    best: list[tuple[int, int]] = [(0, 0)]  # per border: (cost of all rows before it, border cut last)
+    for j in range(1, len(borders)):
+        best.append(
+            min(
+                (best[i][0] + (borders[j] - borders[i]) * sizes[borders[i]] + overhead, i) for i in range(j)
+            )
+        )
+    cuts, j = [], len(borders) - 1
+    while j > 0:
+        i = best[j][1]
+        cuts.append((borders[i], borders[j]))
+        j = i
+    return cuts[::-1]

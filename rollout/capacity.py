@@ -1,0 +1,116 @@
+"""How many pages the cache gets: what the requests at hand can fill, within the memory bound."""
+
+import logging
+from collections.abc import Iterable
+
+import psutil
+import torch
+
+from rollout.config import DEFAULT_MEMORY_SHARE, EngineConfig
+from rollout.kv_cache import CacheLayout
+from rollout.sequence import Request
+from rollout.tables import pages_to_hold
+
+logger = logging.getLogger("rollout")
+
+
+class CapacityPlanner:
+    """Sizes the page pools of every layer group.
+
+    Example::
+
+        planner = CapacityPlanner(EngineConfig(max_memory=2**30), layout, position_limit=8192)
+        planner.refuse_unfit(request, held_bytes=0)
+        num_pages = planner.num_pages([request], held_bytes=0)
+    """
+
+    def __init__(self, config: EngineConfig, layout: CacheLayout, position_limit: int) -> None:
+        self._config = config
+        self._layout = layout
+        self._page_bytes = layout.page_bytes(config.page_size)
+        self._position_limit = position_limit
+
+    def budget(self, held_bytes: int) -> int:
+        """Bytes that the cache may take, those it holds already included."""
+        if self._config.max_memory is not None:
+            return self._config.max_memory
+        share = self._config.max_memory_percent or DEFAULT_MEMORY_SHARE
+        if self._layout.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._layout.device)
+        else:
+            free = psutil.virtual_memory().available
+        return int(share * (free + held_bytes))
+
+    def refuse_unfit(self, request: Request, held_bytes: int) -> None:
+        """Refuse a prompt that does not fit even with the whole cache to itself.
+
+        Raises:
+            ValueError: says how many pages or bytes it needs and how many there are.
+        """
+        pages = self._pages_of_prompt(request)
+        if self._config.num_blocks is not None:
+            if max(pages) > self._config.num_blocks:
+                raise ValueError(
+                    f"the prompt of {len(request.prompt_ids)} tokens needs {max(pages)} pages of "
+                    f"{self._config.page_size} tokens and the cache has num_blocks={self._config.num_blocks}; "
+                    "raise num_blocks or shorten the prompt"
+                )
+            return
+        needed, budget = self._bytes(pages), self.budget(held_bytes)
+        if needed > budget:
+            raise ValueError(
+                f"the prompt of {len(request.prompt_ids)} tokens needs {needed} bytes of cache and at most "
+                f"{budget} are allowed; raise max_memory or shorten the prompt"
+            )
+
+    def num_pages(self, requests: Iterable[Request], held_bytes: int) -> tuple[int, ...]:
+        """Pages per group that serve the requests without preemption, if the bound allows it."""
+        if self._config.num_blocks is not None:
+            return tuple(self._config.num_blocks for _ in self._layout.groups)
+        requests = list(requests)
+        if not requests:
+            return tuple(0 for _ in self._layout.groups)
+        least = [max(counts) for counts in zip(*map(self._pages_of_prompt, requests), strict=True)]
+        wanted = [max(1, self._wanted(g, requests)) for g in range(len(self._layout.groups))]
+        scale = min(1.0, self.budget(held_bytes) / self._bytes(wanted))
+        return tuple(max(low, int(scale * high)) for low, high in zip(least, wanted, strict=True))
+
+    def log(self, num_pages: tuple[int, ...]) -> None:
+        """Tell the chosen size."""
+        logger.info(
+            "key/value cache: %s pages of %d tokens, %.1f MiB of %s on %s",
+            " + ".join(map(str, num_pages)),
+            self._config.page_size,
+            self._bytes(num_pages) / 2**20,
+            self._layout.dtype,
+            self._layout.device,
+        )
+
+    def _bytes(self, pages: Iterable[int]) -> int:
+        return sum(count * size for count, size in zip(pages, self._page_bytes, strict=True))
+
+    def _pages_of_prompt(self, request: Request) -> list[int]:
+        page_size = self._config.page_size
+        return [
+            pages_to_hold(len(request.prompt_ids), window, page_size, chunk=page_size)
+            for window in self._layout.windows
+        ]
+
+    def _wanted(self, group: int, requests: list[Request]) -> int:
+        """Pages for as many samples as may run together, the longest ones, plus the margin."""
+        config, window = self._config, self._layout.windows[group]
+        page_size, chunk = config.page_size, config.resolved_max_batch_tokens
+        per_sample: list[int] = []
+        shared = 0
+        for request in requests:
+            prompt, params = len(request.prompt_ids), request.params
+            total = min(prompt + params.max_new_tokens, self._position_limit)
+            pages = pages_to_hold(total, window, page_size, chunk=min(chunk, prompt))
+            saved = 0
+            if config.allow_block_sharing and window is None and params.n > 1:
+                saved = prompt // page_size
+                shared += saved
+            per_sample += [pages - saved] * params.n
+        running = sorted(per_sample, reverse=True)[: config.resolved_max_requests]
+        margin = min(config.resolved_safety_margin, 0.5)
+        return int((sum(running) + shared) / (1 - margin)) + 1

@@ -1,0 +1,166 @@
+"""The tensors behind the page numbers: sizes, allocation, growth, release, page copies.
+
+Letters: L layers of a group, K kv heads, P pages (page 0 is the null page), S slots in a page,
+H head dim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one attention layer stores per token, and how far back its queries see."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    """Sliding window in tokens, the query's own included; ``None`` sees everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers of equal shape: they share page tables."""
+
+    shape: LayerShape
+    layers: tuple[int, ...]
+
+    def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page over all layers of the group."""
+        per_token = self.shape.num_kv_heads * (self.shape.key_dim + self.shape.value_dim)
+        return len(self.layers) * page_size * per_token * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Everything about the cache that the model fixes."""
+
+    groups: tuple[CacheGroup, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def from_layers(
+        cls, shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device
+    ) -> "CacheLayout":
+        """Group layers by shape, in the order in which the shapes first appear."""
+        layers_of: dict[LayerShape, list[int]] = {}
+        for layer, shape in enumerate(shapes):
+            layers_of.setdefault(shape, []).append(layer)
+        groups = tuple(CacheGroup(shape, tuple(layers)) for shape, layers in layers_of.items())
+        return cls(groups, dtype, device)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Window of each group."""
+        return tuple(group.shape.window for group in self.groups)
+
+    def page_bytes(self, page_size: int) -> tuple[int, ...]:
+        """Bytes of one page of each group."""
+        return tuple(group.page_bytes(page_size, self.dtype) for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """One layer's keys ``[K, P, S, H]`` and values ``[K, P, S, H]``: views into the cache."""
+
+    keys: Tensor
+    values: Tensor
+
+    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store the step's keys and values ``[K, T, H]`` at ``slots`` ``[T] int64`` (page * S + slot)."""
+        self.keys.flatten(1, 2).index_copy_(1, slots, key)
+        self.values.flatten(1, 2).index_copy_(1, slots, value)
+
+
+class KVCache:
+    """Keys and values of all layers in pages, made on demand.
+
+    Example::
+
+        cache = KVCache(layout, page_size=32)
+        cache.resize((128,))                 # 128 pages in the only group, plus the null page
+        cache.layer(0).write(slots, key, value)
+        cache.release()                      # memory goes back; resize() takes it again
+    """
+
+    def __init__(self, layout: CacheLayout, page_size: int) -> None:
+        self.layout = layout
+        self.page_size = page_size
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._num_pages: tuple[int, ...] = tuple(0 for _ in layout.groups)
+        self._place = {
+            layer: (g, i) for g, group in enumerate(layout.groups) for i, layer in enumerate(group.layers)
+        }
+
+    @property
+    def num_pages(self) -> tuple[int, ...]:
+        """Usable pages of each group."""
+        return self._num_pages
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the tensors take now."""
+        return sum(t.numel() * t.element_size() for pair in self._tensors for t in pair)
+
+    def resize(self, num_pages: tuple[int, ...]) -> None:
+        """Make room for ``num_pages`` per group; what lies in existing pages is kept."""
+        assert all(new >= old for new, old in zip(num_pages, self._num_pages, strict=True))
+        if num_pages == self._num_pages:
+            return
+        grown = []
+        for g, (group, count) in enumerate(zip(self.layout.groups, num_pages, strict=True)):
+            old = self._tensors[g] if self._tensors else (None, None)
+            shape = group.shape
+            grown.append(
+                (
+                    self._make(len(group.layers), shape.num_kv_heads, count, shape.key_dim, old[0]),
+                    self._make(len(group.layers), shape.num_kv_heads, count, shape.value_dim, old[1]),
+                )
+            )
+            if self._tensors:
+                self._tensors[g] = grown[-1]  # let the old tensors go before the next group grows
+        self._tensors = grown
+        self._num_pages = num_pages
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self._tensors = []
+        self._num_pages = tuple(0 for _ in self.layout.groups)
+
+    def layer(self, layer: int) -> LayerPages:
+        """The pages of one layer."""
+        group, index = self._place[layer]
+        keys, values = self._tensors[group]
+        return LayerPages(keys[index], values[index])
+
+    def group_of(self, layer: int) -> int:
+        """The group a layer belongs to."""
+        return self._place[layer][0]
+
+    def copy_pages(self, group: int, sources: Tensor, targets: Tensor) -> None:
+        """Copy pages ``sources`` to ``targets`` (``[C] int64`` each) in all layers of a group.
+
+        All sources are read before any target is written: a page may be both at once.
+        """
+        for tensor in self._tensors[group]:
+            tensor[:, :, targets] = tensor[:, :, sources]
+
+    def clear_pages(self, group: int, pages: Tensor) -> None:
+        """Zero pages ``[C] int64`` taken from a former owner, so that no NaN of its can be read."""
+        for tensor in self._tensors[group]:
+            tensor.index_fill_(2, pages, 0)
+
+    def _make(self, layers: int, heads: int, pages: int, dim: int, old: Tensor | None) -> Tensor:
+        # not torch.zeros: memory is touched only when a page is taken and cleared
+        new = torch.empty(
+            (layers, heads, pages + 1, self.page_size, dim), dtype=self.layout.dtype, device=self.layout.device
+        )
+        new[:, :, 0] = 0  # the null page, which padded table entries read
+        if old is not None:
+            new[:, :, 1 : old.shape[2]] = old[:, :, 1:]
+        return new

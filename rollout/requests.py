@@ -1,0 +1,138 @@
+"""From what the user gave (ids, text, chat messages) to checked requests and their sequences.
+
+Everything that can be refused about one request is refused here, before it is queued.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rollout.sequence import Request
+from rollout.sequence import Sequence as Sample
+from rollout.text import StopTextFinder
+from rollout.types import SamplingParams
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]] | Tensor
+"""Token ids, text, or chat messages (the last two need a tokenizer)."""
+
+
+class RequestBuilder:
+    """Checks prompts and parameters against one model and tokenizer.
+
+    Example::
+
+        builder = RequestBuilder(tokenizer, vocab_size=49152, eos_ids=frozenset({2}),
+                                 position_limit=8192, stream=(0, 0))
+        request = builder.build("Hello", SamplingParams(n=4), "my-request")
+        samples = builder.samples(request, num_groups=1)
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        position_limit: int,
+        stream: tuple[int, int],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_ids = eos_ids
+        self.position_limit = position_limit
+        self._seed, self._rank = stream
+        self._ordinal = 0
+
+    def build(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> Request:
+        """A checked request.
+
+        Raises:
+            TypeError: the prompt or the parameters have a wrong type.
+            ValueError: the prompt is empty, too long or has ids outside the vocabulary, or the
+                parameters name such ids or need a tokenizer that is not there.
+        """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params has type {type(params).__name__}; give a SamplingParams")
+        ids = self.encode(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty; give at least one token (a BOS token, say)")
+        if len(ids) >= self.position_limit:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and the model {self.position_limit} positions; "
+                "shorten the prompt so that at least one position is left"
+            )
+        self._check_ids("the prompt", ids)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias)
+        if params.stop_strings and self._tokenizer is None:
+            raise ValueError("stop_strings need a tokenizer: RolloutEngine(model, tokenizer=...)")
+        ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+        return Request(
+            request_id=f"request-{ordinal}" if request_id is None else request_id,
+            ordinal=ordinal,
+            prompt_ids=tuple(ids),
+            params=params,
+            eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
+            noise_key=self._noise_key(params, ordinal),
+        )
+
+    def samples(self, request: Request, num_groups: int) -> list[Sample]:
+        """The request's ``n`` sequences."""
+        return [
+            Sample(
+                request=request,
+                index=index,
+                ids=list(request.prompt_ids),
+                num_groups=num_groups,
+                stop_text=self._stop_text(request),
+            )
+            for index in range(request.params.n)
+        ]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt of any kind."""
+        if isinstance(prompt, (Tensor, np.ndarray)):
+            prompt = prompt.tolist()
+        if isinstance(prompt, str):
+            return list(self._need_tokenizer("a text prompt")(prompt)["input_ids"])
+        if not isinstance(prompt, Sequence):
+            raise TypeError(
+                f"prompt has type {type(prompt).__name__}; give a list of token ids, a str, or chat messages"
+            )
+        if prompt and all(isinstance(item, Mapping) for item in prompt):
+            tokenizer = self._need_tokenizer("a chat prompt")
+            ids = tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+            return list(ids)
+        for item in prompt:
+            if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+                raise TypeError(f"a prompt of token ids holds {item!r}; all items must be whole numbers")
+        return [int(item) for item in prompt]  # type: ignore[call-overload]
+
+    def _need_tokenizer(self, what: str) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer: RolloutEngine(model, tokenizer=...)")
+        return self._tokenizer
+
+    def _stop_text(self, request: Request) -> StopTextFinder | None:
+        if not request.params.stop_strings or self._tokenizer is None:
+            return None
+        return StopTextFinder(self._tokenizer, request.prompt_ids, request.params.stop_strings)
+
+    def _check_ids(self, what: str, ids: Sequence[int] | Mapping[int, float]) -> None:
+        outside = [token for token in ids if not 0 <= token < self.vocab_size]
+        if outside:
+            raise ValueError(
+                f"{what} has ids {outside[:5]} outside the vocabulary; allowed: 0 to {self.vocab_size - 1}"
+            )
+
+    def _noise_key(self, params: SamplingParams, ordinal: int) -> tuple[int, int, int]:
+        """A request's own seed fixes its noise; else the engine's seed, this rank and the request's
+        number do. The streams of the two cases never meet: own seeds have stream (0, 0)."""
+        if params.seed is not None:
+            return (params.seed, 0, 0)
+        return (self._seed, ordinal & 0xFFFFFFFF, self._rank + 1)

@@ -1,0 +1,510 @@
+"""From logits to drawn tokens, each with the three numbers that a trainer needs.
+
+Owns the meaning of SamplingParams: penalties, masks, processors, temperature, truncation, the draw and
+the error of a row. Rows never meet: a token depends on its own logits, params and noise only. Does not
+own the logits (never written to) or any random state (see :mod:`rollout.noise`).
+
+Legend: L rows of logits, R rows drawn in a call, C rows of one chunk, V vocabulary, B blocks of
+BLOCK tokens, K candidates of a truncated row, W width of a padded matrix of ids.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.noise import uniforms
+from rollout.types import DrawnToken, NonFiniteLogits, SamplingParams
+
+BLOCK = 256
+"""Tokens per block of the two-level draw: few enough blocks to accumulate in float64 for free."""
+STAGES = (64, 1024, 8192)
+"""Candidates tried for a truncated row before all V are sorted: a sort costs some 20 times topk(64)."""
+FOLD = 8
+"""Tokens per group when candidates are sought: the best K tokens lie in the K best groups."""
+HOST_CHUNK = 2**21
+"""Logits worked on at once on the CPU: 8 MB of float32 stay in the cache and in the allocator's pool."""
+DEVICE_CHUNK = 2**25
+"""The same on an accelerator, where launches cost more than memory traffic."""
+FLOAT32 = torch.finfo(torch.float32)
+
+
+class Mode(Enum):
+    """How the token is found once the scores are final."""
+
+    GREEDY = "greedy"
+    PLAIN = "plain"
+    TRUNCATED = "truncated"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """Whose token is drawn, and how."""
+
+    params: SamplingParams
+    ids: Sequence[int]
+    """Prompt and generated tokens so far."""
+    prompt_len: int
+    ending_ids: frozenset[int]
+    """Every id that ends the request; masked until ``min_new_tokens`` are generated."""
+    noise_key: tuple[int, int, int]
+    """(seed < 2**63, stream_lo < 2**32, stream_hi < 2**32)."""
+    index: int
+    """Which of the request's ``n`` samples this is."""
+
+    @property
+    def position(self) -> int:
+        """Number of generated tokens."""
+        return len(self.ids) - self.prompt_len
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether presence or frequency penalties change a logit of this draw."""
+        return self.position > 0 and bool(self.params.presence_penalty or self.params.frequency_penalty)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the ending ids are still forbidden."""
+        return self.position < self.params.min_new_tokens and bool(self.ending_ids)
+
+    @property
+    def is_processed(self) -> bool:
+        """Whether anything changes the logits before the temperature does."""
+        params = self.params
+        touched = (
+            bool(params.logit_bias) or params.repetition_penalty != 1.0 or bool(params.logits_processors)
+        )
+        return touched or self.has_counts or self.has_mask
+
+    def mode(self, vocab: int) -> Mode:
+        params = self.params
+        if params.is_greedy:
+            return Mode.GREEDY
+        cut = 0 < (params.top_k or 0) < vocab or params.top_p < 1.0 or params.min_p > 0.0
+        return Mode.TRUNCATED if cut else Mode.PLAIN
+
+
+class Knobs(NamedTuple):
+    """The numbers of each row that enter its draw; neutral values where a knob is off."""
+
+    uniform: Tensor  # [C] float64 in [0, 1)
+    temperature: Tensor  # [C, 1] float32, 1 for greedy rows
+    top_k: Tensor  # [C, 1] int64 in [1, V]; V keeps all
+    top_p: Tensor  # [C, 1] float64; inf keeps all
+    min_p: Tensor  # [C, 1] float64; 0 keeps all
+
+    def at(self, where: Tensor | slice) -> "Knobs":
+        return Knobs(*(knob[where] for knob in self))
+
+
+class Spread(NamedTuple):
+    """How the mass exp((score - peak) / temperature) of each row lies over the blocks."""
+
+    peak: Tensor  # [C, 1] float32, the highest score
+    cumulative: Tensor  # [C, B] float64, up to and including each block
+
+    @property
+    def total(self) -> Tensor:
+        """[C, 1] float64; at least 1, because the peak itself counts 1."""
+        return self.cumulative[:, -1:]
+
+
+@torch.no_grad()
+def draw(
+    logits: Tensor, rows: Sequence[SamplingRow], logit_rows: Sequence[int] | None = None
+) -> tuple[DrawnToken | Exception, ...]:
+    """One token per row, or the error that this row alone has.
+
+    ``logits`` is [L, V] of any float dtype and is not modified; ``rows[i]`` draws from
+    ``logits[logit_rows[i]]`` (``None``: from ``logits[i]``), so several rows may share one.
+    An entry is an exception when its logits hold NaN or +inf or nothing finite, when a logits
+    processor raised or returned a wrong shape, or when an id is outside the vocabulary.
+
+    Rows are sorted by what they need, so that each chunk takes one path through the code; the
+    results leave the device once, at the end.
+    """
+    sources = range(len(rows)) if logit_rows is None else logit_rows
+    assert logits.ndim == 2 and logits.is_floating_point() and len(sources) == len(rows)
+    vocab = logits.shape[1]
+    assert all(0 <= source < len(logits) for source in sources)
+    failures = _id_errors(rows, vocab)
+    kinds = {i: (r.is_processed, r.mode(vocab).value) for i, r in enumerate(rows) if i not in failures}
+    order = sorted(kinds, key=kinds.__getitem__)
+    if not order:
+        return tuple(failures[i] for i in range(len(rows)))
+    knobs = _knobs([rows[i] for i in order], vocab, logits.device)
+    max_len = _chunk_len(logits)
+    weights = _workspace(min(max_len, len(order)), vocab, logits.device)
+    tables: list[Tensor] = []
+    for start, stop in _chunks([kinds[i] for i in order], max_len):
+        members = order[start:stop]
+        raw = _load(logits, [sources[i] for i in members])
+        part = knobs.at(slice(start, stop))
+        table, failed = _draw_chunk(raw, [rows[i] for i in members], part, weights[: len(members)])
+        tables.append(table)
+        failures.update({members[c]: error for c, error in failed.items()})
+    results: dict[int, DrawnToken | Exception] = {**failures}
+    for i, numbers in zip(order, torch.cat(tables).tolist(), strict=True):
+        results[i] = _result(numbers, failures.get(i))
+    return tuple(results[i] for i in range(len(rows)))
+
+
+@torch.no_grad()
+def score(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
+    """Policy logprob of given tokens: float32 log_softmax(logits / temperature) at the target.
+
+    ``logits`` [T, V] of any float dtype, ``targets`` [T] int64, ``temperature`` [T] float32 (0 counts
+    as 1) -> [T] float32. Works through a few rows at a time, so memory does not grow with T.
+    """
+    assert logits.ndim == 2 and targets.shape == temperature.shape == logits.shape[:1]
+    heat = torch.where(temperature == 0, 1.0, temperature.float()).clamp(FLOAT32.tiny, FLOAT32.max)
+    out = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    step = _chunk_len(logits)
+    for start in range(0, len(targets), step):
+        part = slice(start, start + step)
+        logprobs = torch.log_softmax(logits[part].float() / heat[part, None], dim=-1)
+        out[part] = logprobs.gather(1, targets[part, None])[:, 0]
+    return out
+
+
+# ---- chunks: same kind of rows, bounded memory
+
+
+def _chunk_len(logits: Tensor) -> int:
+    budget = HOST_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
+    return max(1, budget // logits.shape[1])
+
+
+def _chunks(kinds: Sequence[object], max_len: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of runs of equal kind, none longer than ``max_len``."""
+    start = 0
+    for stop in range(1, len(kinds) + 1):
+        if stop == len(kinds) or kinds[stop] != kinds[start] or stop - start == max_len:
+            yield start, stop
+            start = stop
+
+
+def _workspace(num_rows: int, vocab: int, device: torch.device) -> Tensor:
+    """Room for the masses of a chunk, whole blocks long; kept for all chunks to spare page faults."""
+    return torch.empty((num_rows, math.ceil(vocab / BLOCK) * BLOCK), dtype=torch.float32, device=device)
+
+
+def _load(logits: Tensor, sources: Sequence[int]) -> Tensor:
+    """Rows ``sources`` of the logits as [C, V] float32; a view where that is possible."""
+    first = sources[0]
+    if list(sources) == list(range(first, first + len(sources))):
+        return logits[first : first + len(sources)].float()
+    return logits[torch.tensor(sources, device=logits.device)].float()
+
+
+def _knobs(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Knobs:
+    """The rows' numbers, moved to the device in one piece."""
+    noise = uniforms([r.noise_key for r in rows], [r.index for r in rows], [r.position for r in rows])
+    settings = [
+        (
+            1.0 if p.is_greedy else min(max(p.temperature, FLOAT32.tiny), FLOAT32.max),
+            min(p.top_k or vocab, vocab),
+            p.top_p if p.top_p < 1.0 else math.inf,
+            p.min_p,
+        )
+        for p in (row.params for row in rows)
+    ]
+    table = torch.from_numpy(np.column_stack([noise, np.array(settings, dtype=np.float64)])).to(device)
+    return Knobs(table[:, 0], table[:, 1:2].float(), table[:, 2:3].long(), table[:, 3:4], table[:, 4:5])
+
+
+def _draw_chunk(
+    raw: Tensor, rows: Sequence[SamplingRow], knobs: Knobs, weights: Tensor
+) -> tuple[Tensor, dict[int, Exception]]:
+    """Draw rows of one kind from ``raw`` [C, V] float32.
+
+    Returns [C, 6] float64 (token, logprob, policy logprob, log of the kept mass, peak of the raw
+    logits, peak of the scores) and the errors of processors. ``weights`` [C, B * BLOCK] is scratch.
+    """
+    heated = any(row.params.temperature not in (0, 1) for row in rows)
+    scores, policy = raw, _spread(raw, knobs, heated, weights)
+    spread = policy
+    failures: dict[int, Exception] = {}
+    if rows[0].is_processed:
+        scores, failures = _process(raw, rows)
+        spread = _spread(scores, knobs, heated, weights)
+    mode = rows[0].mode(raw.shape[1])
+    log_kept = torch.zeros_like(knobs.uniform)
+    if mode is Mode.GREEDY:
+        token = scores.max(dim=-1).indices  # the first of equals
+    elif mode is Mode.PLAIN:
+        token = _pick_plain(weights, spread, knobs).clamp(max=raw.shape[1] - 1)
+    else:
+        token, log_kept = _pick_truncated(scores, spread, knobs)
+    logprob = _logprob(scores, token, spread, knobs)
+    if mode is Mode.GREEDY:
+        log_kept = logprob
+    sampled = (logprob - log_kept).clamp(max=0.0)
+    policy_logprob = _logprob(raw, token, policy, knobs)
+    columns = [token, sampled, policy_logprob, log_kept, policy.peak[:, 0], spread.peak[:, 0]]
+    return torch.stack([column.double() for column in columns], dim=1), failures
+
+
+def _spread(scores: Tensor, knobs: Knobs, heated: bool, weights: Tensor) -> Spread:
+    """Fill ``weights`` with exp((score - peak) / temperature) and sum it up by blocks.
+
+    ``heated`` False says that every temperature is 1 and saves a pass; dividing by 1 changes no bit,
+    so a row's numbers do not depend on it.
+    """
+    vocab = scores.shape[1]
+    peak = scores.amax(dim=-1, keepdim=True)
+    torch.sub(scores, peak, out=weights[:, :vocab])
+    weights[:, vocab:] = -math.inf
+    if heated:
+        weights.div_(knobs.temperature)
+    weights.exp_()
+    return Spread(peak, weights.view(len(weights), -1, BLOCK).sum(dim=-1).double().cumsum(dim=-1))
+
+
+def _logprob(scores: Tensor, token: Tensor, spread: Spread, knobs: Knobs) -> Tensor:
+    """log_softmax(scores / temperature) at the token, [C] float64; never the log of a softmax."""
+    above = (scores.gather(1, token[:, None]) - spread.peak).double() / knobs.temperature
+    return (above - spread.total.log())[:, 0]
+
+
+# ---- drawing by inverse CDF
+
+
+def _invert(cumulative: Tensor, target: Tensor) -> Tensor:
+    """First entry of each row of [C, K] float64 above target [C, 1] -> [C, 1] int64.
+
+    Where rounding lifted the target to the total it is the last entry that added mass. Either way
+    the entry has mass: a token of probability 0 is never picked.
+    """
+    first = torch.searchsorted(cumulative, target, right=True)
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    return torch.minimum(first, last).clamp(max=cumulative.shape[1] - 1)  # NaN rows stay in range
+
+
+def _pick_plain(weights: Tensor, spread: Spread, knobs: Knobs) -> Tensor:
+    """Draw in vocabulary order, [C] int64: find the block, then the token inside it."""
+    target = knobs.uniform[:, None] * spread.total
+    block = _invert(spread.cumulative, target)
+    below = spread.cumulative.gather(1, (block - 1).clamp(min=0)).where(block > 0, 0.0)
+    inside = torch.arange(BLOCK, device=weights.device) + block * BLOCK
+    offset = _invert(weights.gather(1, inside).double().cumsum(dim=-1), target - below)
+    return (block * BLOCK + offset)[:, 0]
+
+
+def _pick_truncated(scores: Tensor, spread: Spread, knobs: Knobs) -> tuple[Tensor, Tensor]:
+    """Draw after top-k, top-p and min-p: tokens [C] int64 and log of the kept mass [C] float64.
+
+    Each stage looks at more candidates; a row ends at the first one that proves its kept set.
+    """
+    num_rows, vocab = scores.shape
+    token = torch.zeros(num_rows, dtype=torch.int64, device=scores.device)
+    log_kept = torch.zeros_like(knobs.uniform)
+    todo = torch.arange(num_rows, device=scores.device)
+    for width in (*(stage for stage in STAGES if stage < vocab), vocab):
+        if bool(((knobs.top_k[todo] >= width) & (knobs.top_k[todo] < vocab)).all()):
+            continue  # none of them can be proven by so few
+        rest = scores if len(todo) == num_rows else scores[todo]
+        ids = _candidates(rest, width)
+        part = Spread(spread.peak[todo], spread.cumulative[todo])
+        drawn, kept, is_settled = _pick_among(rest, ids, part, knobs.at(todo))
+        done = todo[is_settled]
+        token[done], log_kept[done] = drawn[is_settled], kept[is_settled]
+        todo = todo[~is_settled]
+        if len(todo) == 0:
+            break
+    return token, log_kept
+
+
+def _candidates(scores: Tensor, width: int) -> Tensor:
+    """Ids of the ``width`` highest scores of each row, [C, K] int64, descending.
+
+    Among equals the higher id comes first: transformers' ascending sort read backwards, so that
+    top-p cuts through ties where it does.
+    """
+    if width == scores.shape[1]:
+        return scores.sort(dim=-1, stable=True).indices.flip(-1)
+    ids = _highest(scores, width)
+    # One integer key (score above, id below) makes the order total and sorts faster than two keys.
+    bits = (scores.gather(1, ids) + 0.0).view(torch.int32)  # + 0.0 makes one zero of two
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats count downwards
+    return (rising.long() << 32 | ids).sort(dim=-1, descending=True).values & 0xFFFFFFFF
+
+
+def _highest(scores: Tensor, width: int) -> Tensor:
+    """Ids of the ``width`` highest scores of each row, [C, K] int64, in no order."""
+    num_rows, vocab = scores.shape
+    num_groups = vocab // FOLD
+    if 4 * width > num_groups:
+        return scores.topk(width, sorted=False).indices
+    # Groups are strided (j, j + num_groups, ...), so that amax runs along memory; what is left over
+    # at the end of the vocabulary always takes part.
+    grouped = scores[:, : FOLD * num_groups].view(num_rows, FOLD, num_groups)
+    best = grouped.amax(dim=1).topk(width, sorted=False).indices
+    strides = torch.arange(0, FOLD * num_groups, num_groups, device=scores.device)
+    tail = torch.arange(FOLD * num_groups, vocab, device=scores.device).expand(num_rows, -1)
+    ids = torch.cat([(best[:, :, None] + strides).flatten(1), tail], dim=1)
+    return ids.gather(1, scores.gather(1, ids).topk(width, sorted=False).indices)
+
+
+def _pick_among(scores: Tensor, ids: Tensor, spread: Spread, knobs: Knobs) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw from candidates ``ids`` [C, K] in descending order.
+
+    Returns the token, the log of the kept mass and whether it is proven, each [C]. It is when the
+    candidates reach strictly below the lowest kept score (under top-k below the k-th, whose ties
+    all count towards top-p), so that nothing outside can belong to the kept set.
+    """
+    vocab, num_candidates = scores.shape[1], ids.shape[1]
+    values = scores.gather(1, ids)
+    scaled = values / knobs.temperature  # ties are those after division, as in transformers
+    weights = ((values - spread.peak) / knobs.temperature).exp().double()
+    kth = scaled.gather(1, knobs.top_k.clamp(max=num_candidates) - 1)
+    limited = knobs.top_k < vocab
+    in_top_k = (scaled >= kth) | ~limited
+    mass = (weights * in_top_k).sum(dim=-1, keepdim=True)
+    if num_candidates < vocab:
+        mass = torch.where(limited, mass, spread.total)
+    before = weights.cumsum(dim=-1) - weights
+    possible = values > -math.inf
+    keep = possible & in_top_k & (before < knobs.top_p * mass) & (weights >= knobs.min_p)
+    lowest = torch.where(limited, kth, scaled.where(keep, math.inf).amin(dim=-1, keepdim=True))
+    is_proven = (lowest > scaled[:, -1:])[:, 0] | (num_candidates == vocab)
+    cumulative = (weights * keep).cumsum(dim=-1)
+    token = ids.gather(1, _invert(cumulative, knobs.uniform[:, None] * cumulative[:, -1:]))
+    is_cut = (possible & ~keep).any(dim=-1)
+    log_kept = (cumulative[:, -1] / spread.total[:, 0]).log().clamp(max=0.0).where(is_cut, 0.0)
+    return token[:, 0], log_kept, is_proven
+
+
+# ---- what changes the logits before the temperature does
+
+
+def _process(raw: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, dict[int, Exception]]:
+    """Scores [C, V] float32 after bias, penalties, masks and processors, and the processors' errors."""
+    vocab = raw.shape[1]
+    padded = torch.nn.functional.pad(raw, (0, 1))  # the extra column swallows padding ids
+    _add_bias(padded, rows)
+    _penalise_repetition(padded, rows)
+    _penalise_counts(padded, rows)
+    _mask_endings(padded, rows)
+    scores = padded[:, :vocab]
+    failures: dict[int, Exception] = {}
+    for c, row in enumerate(rows):
+        try:
+            _run_processors(scores[c : c + 1], row)
+        except Exception as error:  # the caller's code: whatever it raises belongs to its row alone
+            failures[c] = error
+    return scores, failures
+
+
+def _add_bias(padded: Tensor, rows: Sequence[SamplingRow]) -> None:
+    biases = [row.params.logit_bias for row in rows]
+    if any(biases):
+        ids = _padded([list(bias) for bias in biases], padded.shape[1] - 1, padded.device)
+        amounts = _padded([list(bias.values()) for bias in biases], 0.0, padded.device)
+        padded.scatter_add_(1, ids, amounts)
+
+
+def _penalise_repetition(padded: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Prompt and generated tokens alike, once each however often they occur."""
+    penalties = [row.params.repetition_penalty for row in rows]
+    if all(penalty == 1.0 for penalty in penalties):
+        return
+    sink = padded.shape[1] - 1
+    seen = [row.ids if row.params.repetition_penalty != 1.0 else () for row in rows]
+    # A prompt may hold ids that the head cannot produce (embeddings larger than the head).
+    ids = _padded(seen, sink, padded.device).clamp_(max=sink)
+    penalty = _padded([[penalty] for penalty in penalties], 1.0, padded.device)
+    found = padded.gather(1, ids)
+    padded.scatter_(1, ids, torch.where(found < 0, found * penalty, found / penalty))
+
+
+def _penalise_counts(padded: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Presence and frequency, over generated tokens only."""
+    if not any(row.has_counts for row in rows):
+        return
+    all_ids, amounts = [], []
+    for row in rows:
+        generated = row.ids[row.prompt_len :] if row.has_counts else ()
+        ids, counts = np.unique(np.array(generated, dtype=np.int64), return_counts=True)
+        all_ids.append(ids)
+        amounts.append(-(row.params.frequency_penalty * counts + row.params.presence_penalty))
+    ids_matrix = _padded(all_ids, padded.shape[1] - 1, padded.device)
+    padded.scatter_add_(1, ids_matrix, _padded(amounts, 0.0, padded.device))
+
+
+def _mask_endings(padded: Tensor, rows: Sequence[SamplingRow]) -> None:
+    if any(row.has_mask for row in rows):
+        endings = [sorted(row.ending_ids) if row.has_mask else () for row in rows]
+        padded.scatter_(1, _padded(endings, padded.shape[1] - 1, padded.device), -math.inf)
+
+
+def _run_processors(scores: Tensor, row: SamplingRow) -> None:
+    """Replace ``scores`` [1, V] by what the row's processors make of them."""
+    if not row.params.logits_processors:
+        return
+    ids = torch.tensor([list(row.ids)], dtype=torch.int64, device=scores.device)
+    current = scores.clone()  # a processor may write into it or keep it
+    for processor in row.params.logits_processors:
+        current = processor(ids, current)
+        if not isinstance(current, Tensor) or current.shape != scores.shape:
+            got = tuple(current.shape) if isinstance(current, Tensor) else type(current).__name__
+            raise ValueError(
+                f"logits processor {processor!r} returned {got}; it must return a tensor of shape "
+                f"{tuple(scores.shape)}, that of the scores it was given"
+            )
+    scores.copy_(current)
+
+
+def _padded(lists: Sequence[Sequence[Any] | np.ndarray], fill: int | float, device: torch.device) -> Tensor:
+    """Ragged lists as one [C, W] matrix: int64 for an int ``fill``, float32 for a float one."""
+    dtypes = (np.int64, torch.int64) if isinstance(fill, int) else (np.float64, torch.float32)
+    matrix = np.full((len(lists), max(len(items) for items in lists)), fill, dtype=dtypes[0])
+    for line, items in zip(matrix, lists, strict=True):
+        line[: len(items)] = items
+    return torch.from_numpy(matrix).to(device, dtypes[1])  # torch rounds 1e300 to inf without a warning
+
+
+# ---- results and errors
+
+
+def _id_errors(rows: Sequence[SamplingRow], vocab: int) -> dict[int, Exception]:
+    """A ValueError for each row that names an id which the logits do not have."""
+    errors: dict[int, Exception] = {}
+    for i, row in enumerate(rows):
+        stop_ids = row.ending_ids.union(row.params.stop_token_ids)
+        for name, ids in (("logit_bias", row.params.logit_bias), ("stop", stop_ids)):
+            if ids and max(ids) >= vocab:
+                errors[i] = ValueError(
+                    f"{name} id {max(ids)} is outside the vocabulary of {vocab} logits; "
+                    f"allowed: 0 to {vocab - 1}; check that model and tokenizer belong together"
+                )
+    return errors
+
+
+def _result(numbers: Sequence[float], failure: Exception | None) -> DrawnToken | Exception:
+    """One line of :func:`_draw_chunk`'s table as the entry of its row."""
+    token, logprob, policy_logprob, log_kept, raw_peak, peak = numbers
+    if not math.isfinite(raw_peak):
+        return NonFiniteLogits(
+            f"the model's logits hold {_describe(raw_peak)}; check the weights (a diverged optimizer step?), "
+            "the dtype (overflow in float16?) and this request's prompt ids"
+        )
+    if failure is not None:
+        return failure
+    if not math.isfinite(peak):
+        return NonFiniteLogits(
+            f"after bias, penalties, masks and processors the logits hold {_describe(peak)}; check "
+            "logit_bias, repetition_penalty, min_new_tokens and logits_processors of this request"
+        )
+    return DrawnToken(int(token), logprob, policy_logprob, log_kept)
+
+
+def _describe(peak: float) -> str:
+    if math.isnan(peak):
+        return "NaN"
+    return "+inf" if peak > 0 else "no finite value"

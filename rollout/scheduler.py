@@ -1,0 +1,307 @@
+"""Which sequences go into the next step: admission, chunked prefill, preemption, cancelling.
+
+Owns the queues and the page tables. Decides on page numbers and token counts only; it never sees a
+tensor. A sequence's life::
+
+    add -> waiting -> running (prefill in chunks, then one token a step) -> finished
+              ^----------- preempted: pages taken away, recomputed later ----'
+
+The ``n`` samples of a prompt: the first one computes the prompt while the others are held back;
+with the prompt's last chunk they start as forks that share its pages and draw from its logits.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rollout.config import EngineConfig
+from rollout.sequence import PageCopy, PlannedRow, Sequence, SequenceState, StepPlan
+from rollout.tables import PageTables, pages_to_hold
+from rollout.types import FinishReason
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    budget: int
+    rows: list[PlannedRow] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
+    fresh: list[list[int]] = field(default_factory=list)
+    planned: set[int] = field(default_factory=set)  # id() of sequences that have a row
+
+    def freeze(self) -> StepPlan:
+        return StepPlan(
+            rows=tuple(self.rows),
+            copies=tuple(self.copies),
+            fresh_pages=tuple(tuple(pages) for pages in self.fresh),
+        )
+
+
+class Scheduler:
+    """Plans steps over a fixed set of pages.
+
+    Example::
+
+        scheduler = Scheduler(EngineConfig(), tables)
+        scheduler.add([sequence])
+        while (plan := scheduler.plan()) is not None:
+            ...                          # run it, append the drawn tokens
+            scheduler.commit(plan)
+    """
+
+    def __init__(self, config: EngineConfig, tables: PageTables) -> None:
+        self.tables = tables
+        self.num_preemptions = 0
+        self._prefill_first = config.scheduler_type == "prefill_first"
+        self._margin = config.resolved_safety_margin
+        self._max_tokens = config.resolved_max_batch_tokens
+        self._max_running = config.resolved_max_requests
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # by seniority
+        self._held: dict[int, list[Sequence]] = {}  # request ordinal -> samples that wait for a fork
+        self._finished: list[Sequence] = []
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences that hold pages, oldest first."""
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences that hold no pages, in the order of service."""
+        return (*self._waiting, *(s for held in self._held.values() for s in held))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self._running or self._waiting or self._held)
+
+    def add(self, samples: list[Sequence]) -> None:
+        """Queue the samples of one request."""
+        if self.tables.share and len(samples) > 1:
+            self._waiting.append(samples[0])
+            self._held[samples[0].request.ordinal] = samples[1:]
+        else:
+            self._waiting.extend(samples)
+
+    def plan(self) -> StepPlan | None:
+        """Choose the rows of the next step and take the pages they need.
+
+        Returns ``None`` when nothing is left to run. A sequence that is alone and still has no
+        room ends with ``cache_full`` (see :meth:`take_finished`).
+        """
+        draft = _Draft(self._max_tokens, fresh=[[] for _ in self.tables.pools])
+        preempted_before = self.num_preemptions
+        if self._prefill_first:
+            self._plan_running(draft, [s for s in self._running if not s.is_decoding])
+        else:
+            self._plan_running(draft, list(self._running))
+        if self.num_preemptions == preempted_before:  # else the pages are wanted by those running
+            self._admit(draft)
+        self._plan_running(draft, list(self._running))
+        if not draft.rows and self.has_work:
+            assert not self._running, "running sequences and no row"
+            self._admit(draft)  # all running ones were ended or preempted: start over
+            assert draft.rows or not self.has_work, "work is waiting and no row could be planned"
+        return draft.freeze() if draft.rows else None
+
+    def commit(self, plan: StepPlan) -> None:
+        """Note that the plan's tokens are computed; pages outside windows are given back."""
+        for row in plan.rows:
+            for sequence in (row.sequence, *row.forks):
+                sequence.num_computed = row.start + row.length
+                self.tables.recycle(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a sequence, whatever its state, and give back its pages."""
+        if sequence.state is SequenceState.FINISHED:
+            return
+        if sequence.state is SequenceState.RUNNING:
+            self._running.remove(sequence)
+        else:
+            self._drop_waiting(sequence)
+        self.tables.release(sequence)
+        sequence.state = SequenceState.FINISHED
+        sequence.finish_reason = reason
+        sequence.error = error
+        self._finished.append(sequence)
+        self._free_held(sequence)
+
+    def take_finished(self) -> list[Sequence]:
+        """The sequences that ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def live(self, request_id: str | None = None) -> list[Sequence]:
+        """Unfinished sequences of one request, or of all."""
+        return [
+            s for s in (*self.running, *self.waiting) if request_id is None or s.request.request_id == request_id
+        ]
+
+    def finish_all(
+        self, sequences: Iterable[Sequence], reason: FinishReason, error: Exception | None = None
+    ) -> None:
+        """End several sequences for the same reason."""
+        for sequence in list(sequences):
+            self.finish(sequence, reason, error)
+
+    def change_weights(self, version: int, policy: str) -> None:
+        """Enter a new weight version; see ``EngineConfig.on_weight_change`` for the policies."""
+        self.tables.start_version(version)
+        if policy == "keep":
+            for sequence in self._running:
+                sequence.is_shareable = False
+        elif policy == "cancel":
+            self.finish_all([s for s in self.live() if s.num_generated], FinishReason.CANCELLED)
+        if policy != "keep":
+            for sequence in reversed(self._running):
+                self._send_back(sequence)
+            self._running.clear()
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages away; it is computed again when there is room."""
+        self._running.remove(sequence)
+        self._send_back(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def check(self) -> None:
+        """Audit queues and page books; raises AssertionError."""
+        self.tables.check(self._running)
+        assert self._running == sorted(self._running, key=lambda s: s.seniority), "running out of order"
+        assert all(s.state is SequenceState.RUNNING for s in self._running)
+        for sequence in self.waiting:
+            assert sequence.state is SequenceState.WAITING
+            assert not any(sequence.tables) and sequence.num_computed == 0
+        for ordinal, held in self._held.items():
+            assert held, "an empty hold"
+            first = [s for s in (*self._running, *self._waiting) if s.request.ordinal == ordinal]
+            assert first, "samples are held back for a sequence that is gone"
+
+    def _plan_running(self, draft: _Draft, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if draft.budget == 0:
+                return
+            if sequence.state is not SequenceState.RUNNING or id(sequence) in draft.planned:
+                continue  # preempted by an older one in this very plan
+            wanted = min(sequence.num_uncomputed, draft.budget)
+            length = self._make_room(draft, sequence, wanted)
+            if length > 0:
+                self._add_row(draft, sequence, length)
+
+    def _make_room(self, draft: _Draft, sequence: Sequence, wanted: int) -> int:
+        """Tokens of ``sequence`` that fit, after preempting younger ones that have no row yet."""
+        while True:
+            room = self.tables.room(sequence) - sequence.num_computed
+            if room > 0 and (room >= wanted or not sequence.is_decoding):
+                return min(wanted, room)
+            victim = self._youngest_unplanned(draft, than=sequence)
+            if victim is not None:
+                self.preempt(victim)
+            elif len(self._running) > 1:
+                self.preempt(sequence)
+                return 0
+            else:
+                self.finish(sequence, FinishReason.CACHE_FULL)
+                return 0
+
+    def _youngest_unplanned(self, draft: _Draft, than: Sequence) -> Sequence | None:
+        for candidate in reversed(self._running):
+            if candidate is than:
+                return None
+            if id(candidate) not in draft.planned:
+                return candidate
+        return None
+
+    def _admit(self, draft: _Draft) -> None:
+        """Start waiting sequences while tokens, places and pages (less the margin) allow."""
+        while self._waiting and draft.budget > 0 and len(self._running) < self._max_running:
+            sequence = self._waiting[0]
+            self.tables.match_prefix(sequence)
+            cached = sequence.num_computed
+            needed = self.tables.missing(sequence, len(sequence.ids) + 1)
+            # an idle engine may always start one, in chunks if it must
+            if self._running and not self.tables.is_available(needed, self._margin):
+                if not self._fits_in_chunks(sequence, needed):
+                    self.tables.release(sequence)
+                    return
+            length = min(
+                sequence.num_uncomputed, draft.budget, self.tables.room(sequence) - sequence.num_computed
+            )
+            if length <= 0:
+                self.tables.release(sequence)
+                if not self._running:
+                    self.finish(sequence, FinishReason.CACHE_FULL)
+                    continue
+                return
+            self._waiting.popleft()
+            self._start(sequence)
+            if sequence.num_generated == 0:
+                sequence.cached_tokens = cached
+            self._add_row(draft, sequence, length)
+
+    def _fits_in_chunks(self, sequence: Sequence, needed: list[int]) -> bool:
+        """Whether only windowed groups lack room, which chunked prefill recycles as it goes."""
+        page_size = self.tables.page_size
+        steady = [
+            min(count, pages_to_hold(len(sequence.ids) + 1, window, page_size, chunk=page_size))
+            for count, window in zip(needed, self.tables.windows, strict=True)
+        ]
+        return steady != needed and self.tables.is_available(steady, self._margin)
+
+    def _add_row(self, draft: _Draft, sequence: Sequence, length: int) -> None:
+        end = sequence.num_computed + length
+        copies, fresh = self.tables.extend(sequence, end)
+        self.tables.register(sequence, end)
+        forks = self._start_forks(sequence) if end == len(sequence.ids) else ()
+        draft.rows.append(
+            PlannedRow(sequence=sequence, start=sequence.num_computed, length=length, forks=forks)
+        )
+        draft.copies += copies
+        for pages, taken in zip(draft.fresh, fresh, strict=True):
+            pages += taken
+        draft.planned.update(id(s) for s in (sequence, *forks))
+        draft.budget -= length
+
+    def _start_forks(self, parent: Sequence) -> tuple[Sequence, ...]:
+        """Start held-back samples on the pages of ``parent``; those without room are queued."""
+        held = self._held.pop(parent.request.ordinal, [])
+        assert not held or parent.num_generated == 0
+        forks: list[Sequence] = []
+        for child in held:
+            # each will soon need a page of its own in every group
+            soon = [len(forks) + 1] * self.tables.num_groups
+            if len(self._running) >= self._max_running or not self.tables.is_available(soon, self._margin):
+                break
+            self.tables.fork(parent, child)
+            child.cached_tokens = len(child.request.prompt_ids)
+            self._start(child)
+            forks.append(child)
+        self._waiting.extendleft(reversed(held[len(forks) :]))
+        return tuple(forks)
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.RUNNING
+        insort(self._running, sequence, key=lambda s: s.seniority)
+
+    def _send_back(self, sequence: Sequence) -> None:
+        self.tables.release(sequence)
+        sequence.state = SequenceState.WAITING
+        self._waiting.appendleft(sequence)
+
+    def _drop_waiting(self, sequence: Sequence) -> None:
+        held = self._held.get(sequence.request.ordinal, [])
+        if sequence in held:
+            held.remove(sequence)
+            if not held:
+                del self._held[sequence.request.ordinal]
+        else:
+            self._waiting.remove(sequence)
+
+    def _free_held(self, gone: Sequence) -> None:
+        """Queue samples that were held back for a sequence that ended before its prompt was done."""
+        ordinal = gone.request.ordinal
+        if gone.index == 0 and ordinal in self._held:
+            self._waiting.extendleft(reversed(self._held.pop(ordinal)))

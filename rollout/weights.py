@@ -1,0 +1,300 @@
+"""The trainer's weights as the engine sees them: a view on the same tensors, and its versions.
+
+Owns the view (a module tree of our own over the trainer's parameters and buffers), the fingerprint
+by which any change is noticed, and the weight version. Derived copies live in
+:mod:`rollout.packing`. Nothing of the trainer's model is ever written.
+"""
+
+import copy
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rollout.types import UnsupportedModelError
+
+HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Where torch keeps a module's hooks. The view gets empty ones: hooks belong to training."""
+
+MODES = frozenset({"training", "gradient_checkpointing"})
+"""Flags that the view sets for itself, so that the trainer's changes to them mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Equal fingerprints mean equal weights, modules and module settings."""
+
+    structure: tuple[object, ...]
+    """Modules, the identity of every tensor, and the modules' plain settings (adapters, scales)."""
+    content: tuple[int, ...]
+    """A checksum of every tensor's bits."""
+
+
+class WeightTracker:
+    """Notices changes of a model's weights and keeps the view and the version up to date.
+
+    Example::
+
+        weights = WeightTracker(model, prepare=lambda view: None)
+        weights.update()         # True the first time: there is a view now, version 0
+        optimizer.step()
+        weights.update()         # True: version 1
+        weights.update()         # False: nothing changed
+    """
+
+    def __init__(self, model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
+        self._model = model
+        self._prepare = prepare
+        self._version = -1
+        self._fingerprint: Fingerprint | None = None
+        self._view: nn.Module | None = None
+        self._hooks: dict[int, Callable[[int], None]] = {}
+        self._hook_ids = itertools.count()
+        self._checksum = Checksum()
+        self._tensors: list[Tensor] = []
+        self._last_glance: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def version(self) -> int:
+        """Version of the weights seen last; 0 until the first change."""
+        return max(self._version, 0)
+
+    @property
+    def view(self) -> nn.Module:
+        """The module tree to generate with, on the trainer's own tensors."""
+        assert self._view is not None, "update() comes first"
+        return self._view
+
+    def update(self) -> bool:
+        """Compare all weights with those seen last; start a new version when they differ."""
+        return self._adopt(force=False)
+
+    def refresh(self) -> None:
+        """Start a new version whether or not a change is seen."""
+        self._adopt(force=True)
+
+    def seems_changed(self) -> bool:
+        """A look that costs microseconds: whether a tensor was replaced or counted a write.
+
+        Misses writes that do not count (fused optimizers, ``.data``); :meth:`update` misses none.
+        """
+        return self._glance() != self._last_glance
+
+    def add_hook(self, hook: Callable[[int], None]) -> Callable[[], None]:
+        """Call ``hook(version)`` at each new version; returns a function that removes it."""
+        hook_id = next(self._hook_ids)
+        self._hooks[hook_id] = hook
+        return lambda: self._hooks.pop(hook_id, None) and None
+
+    def _glance(self) -> tuple[tuple[int, int], ...]:
+        return tuple((t.data_ptr(), t._version) for t in self._tensors)
+
+    def _adopt(self, *, force: bool) -> bool:
+        self._tensors = [t for _, t in named_tensors(self._model)]
+        self._last_glance = self._glance()
+        content = tuple(self._checksum(t) for t in self._tensors)
+        new, old = Fingerprint(structure_of(self._model), content), self._fingerprint
+        if old is not None and old == new and not force:
+            return False
+        if old is None or old.structure != new.structure:
+            view = make_view(self._model)
+            self._prepare(view)  # may refuse the model: nothing is adopted then
+            self._view = view
+        self._fingerprint = new
+        self._version += 1
+        for hook in list(self._hooks.values()):
+            hook(self._version)
+        return True
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer once, tied ones under their first name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def structure_of(model: nn.Module) -> tuple[object, ...]:
+    """Module identities, tensor identities and plain module settings, comparable with ``==``."""
+    modules = tuple((name, id(module), _settings(module)) for name, module in model.named_modules())
+    tensors = tuple(
+        (name, id(t), t.data_ptr(), t.shape, t.dtype, t.device) for name, t in named_tensors(model)
+    )
+    return (modules, tensors)
+
+
+def _settings(module: nn.Module) -> tuple[object, ...]:
+    """Public plain values among a module's attributes: what an adapter is switched by, say."""
+    return tuple(
+        (name, repr(value))
+        for name, value in vars(module).items()
+        if name not in MODES and isinstance(value, (bool, int, float, str, list, tuple, dict, type(None)))
+        and name not in HOOK_TABLES and _is_plain(value)
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(v) for v in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+class Checksum:
+    """A position-sensitive checksum of a tensor's bits, exact for any change of a single word.
+
+    Multilinear hashing modulo 2**64 (Carter and Wegman 1979) of the row sums and the column sums
+    of the bits, read as integers: two passes at memory speed. A plain xor or sum would miss a
+    negation or two swapped rows.
+    """
+
+    def __init__(self) -> None:
+        self._multipliers: dict[tuple[int, torch.device], Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> int:
+        """The checksum as a Python int."""
+        words = _words(tensor.detach())
+        if words.numel() == 0:
+            return 0
+        rows, columns = words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
+        total = (rows * self._odd(rows)).sum() + 3 * (columns * self._odd(columns)).sum()
+        return int(total)
+
+    def _odd(self, like: Tensor) -> Tensor:
+        key = (like.numel(), like.device)
+        if key not in self._multipliers:
+            generator = torch.Generator().manual_seed(like.numel())  # private: no global state
+            numbers = torch.randint(-(2**62), 2**62, (like.numel(),), generator=generator)
+            self._multipliers[key] = (numbers * 2 + 1).to(like.device)
+        return self._multipliers[key]
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The tensor's bits as a 2-D integer tensor, in the widest words that fit."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat = tensor.contiguous()
+    flat = flat.view(-1, flat.shape[-1]) if flat.ndim > 1 else flat.view(1, -1)
+    narrow = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    words = flat.view(narrow[flat.element_size()])
+    if words.shape[1] * words.element_size() % 8 == 0 and words.storage_offset() * words.element_size() % 8 == 0:
+        words = words.view(torch.int64)
+    return words
+
+
+def make_view(model: nn.Module) -> nn.Module:
+    """A module tree of our own on the very tensors of ``model``.
+
+    The copy is made by ``copy.deepcopy`` told to keep every parameter, buffer and other tensor and
+    to start with empty hook tables; so it has its own flags and its own config. It is in eval mode
+    without gradient checkpointing.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in itertools.chain(
+            module.parameters(recurse=False),
+            module.buffers(recurse=False),
+            (value for value in vars(module).values() if isinstance(value, Tensor)),
+        ):
+            memo[id(tensor)] = tensor
+        for table in HOOK_TABLES:
+            memo[id(vars(module)[table])] = OrderedDict()
+    try:
+        view: nn.Module = copy.deepcopy(model, memo)
+    except TypeError as error:
+        raise UnsupportedModelError(
+            "the model holds something that cannot be copied beside its tensors (a lock, a file, a "
+            f"process group?): {error}; remove it from the model before building the engine"
+        ) from error
+    foreign = frozenset(id(module) for module in model.modules())
+    for module in view.modules():
+        _unpatch_forward(module, foreign)
+        if "gradient_checkpointing" in vars(module):
+            module.gradient_checkpointing = False
+    return view.eval()
+
+
+def _unpatch_forward(module: nn.Module, foreign: frozenset[int]) -> None:
+    """Undo a ``forward`` patched onto the instance if it would run the trainer's modules.
+
+    deepcopy binds methods and partials to the copy, but a plain function keeps whatever it closed
+    over. An autocast that the patch asks for (accelerate's mixed precision) is kept.
+    """
+    patched = vars(module).get("forward")
+    if patched is None:
+        return
+    reached = list(_reachable(patched))
+    if not any(id(thing) in foreign for thing in reached):
+        return
+    forward = type(module).forward
+    for autocast in (thing for thing in reached if isinstance(thing, torch.autocast)):
+        forward = autocast(forward)
+    module.forward = MethodType(forward, module)
+
+
+def _reachable(callable_: object) -> Iterator[object]:
+    """What a callable holds: closure cells, bound self, partial arguments, wrapped functions."""
+    seen: set[int] = set()
+    stack = [callable_]
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        yield thing
+        if isinstance(thing, FunctionType):
+            for cell in thing.__closure__ or ():
+                with suppress(ValueError):  # a cell that is still empty
+                    stack.append(cell.cell_contents)
+        elif isinstance(thing, MethodType):
+            stack += [thing.__self__, thing.__func__]
+        elif isinstance(thing, partial):
+            stack += [thing.func, *thing.args, *thing.keywords.values()]
+        elif callable(thing) and not isinstance(thing, (nn.Module, type)) and hasattr(thing, "__dict__"):
+            stack += vars(thing).values()
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The model itself, checked to be one that can be generated with.
+
+    Raises:
+        TypeError: not a transformers model, or wrapped by DDP, FSDP or torch.compile.
+    """
+    base = model
+    if type(model).__module__.startswith("peft."):
+        base = model.get_base_model()  # type: ignore[operator]
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(
+            f"model has type {type(model).__module__}.{type(model).__name__}; give a transformers "
+            "PreTrainedModel or a PEFT model. Unwrap DDP and torch.compile first: model.module, "
+            "model._orig_mod, or accelerator.unwrap_model(model)"
+        )
+    for name, tensor in named_tensors(model):
+        if type(tensor).__name__ == "DTensor":
+            raise UnsupportedModelError(
+                f"parameter {name} is sharded (DTensor); sharded models cannot generate yet. "
+                "Use DDP, or gather the model first"
+            )
+        if tensor.device.type == "meta":
+            raise UnsupportedModelError(f"parameter {name} is on the meta device; load the weights first")
+    return model
