@@ -93,6 +93,10 @@ class StepBatch:
     """[D] int64, packed index of the last token of each row that draws."""
     logit_rows: tuple[int, ...]
     """For each drawing sequence (forks included), its row in the D logits."""
+    packed_rows: tuple[PlannedRow, ...]
+    """The plan's rows in packed order."""
+    row_starts: tuple[int, ...]
+    """Packed index of each packed row's first token."""
     groups: tuple[GroupBatch, ...]
 
     @property
@@ -133,6 +137,8 @@ def build_batch(
         position_ids=torch.from_numpy(positions).to(device).unsqueeze(0),
         logit_index=torch.tensor([last_token[id(row)] for row in drawing], dtype=torch.int64, device=device),
         logit_rows=tuple(i for i, row in enumerate(drawing) for _ in range(1 + len(row.forks))),
+        packed_rows=tuple(rows),
+        row_starts=tuple(int(start) for start in starts[:-1]),
         groups=tuple(
             _build_group(plan, runs, rows, starts, group, page_size, window, dtype, device)
             for group, window in enumerate(windows)

@@ -53,4 +53,5 @@ def uniforms(
     words = philox4x32(counter, key)
     # 27 + 26 bits fill the 53 bits of a float64 exactly: no rounding, so never 1.0.
     bits = (words[:, 0] >> np.uint64(5) << np.uint64(26)) | (words[:, 1] >> np.uint64(6))
-    return bits.astype(np.float64) * 2.0**-53
+    values: NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return values

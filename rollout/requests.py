@@ -121,7 +121,7 @@ class RequestBuilder:
     def _stop_text(self, request: Request) -> StopTextFinder | None:
         if not request.params.stop_strings or self._tokenizer is None:
             return None
-        return StopTextFinder(self._tokenizer, request.prompt_ids, request.params.stop_strings)
+        return StopTextFinder(self._tokenizer, request.params.stop_strings)
 
     def _check_ids(self, what: str, ids: Sequence[int] | Mapping[int, float]) -> None:
         outside = [token for token in ids if not 0 <= token < self.vocab_size]

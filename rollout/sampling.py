@@ -323,16 +323,16 @@ def _pick_truncated(scores: Tensor, spread: Spread, knobs: Knobs) -> tuple[Tenso
 def _candidates(scores: Tensor, width: int) -> Tensor:
     """Ids of the ``width`` highest scores of each row, [C, K] int64, descending.
 
-    Among equals the higher id comes first: transformers' ascending sort read backwards, so that
-    top-p cuts through ties where it does.
+    Among equals the lower id comes first. transformers leaves that to an unstable sort, so which of
+    several equal tokens its top-p cuts depends on the build; here it is always the highest ids.
     """
     if width == scores.shape[1]:
-        return scores.sort(dim=-1, stable=True).indices.flip(-1)
+        return scores.sort(dim=-1, descending=True, stable=True).indices
     ids = _highest(scores, width)
-    # One integer key (score above, id below) makes the order total and sorts faster than two keys.
+    # One integer key (falling score above, id below) makes the order total; faster than two sorts.
     bits = (scores.gather(1, ids) + 0.0).view(torch.int32)  # + 0.0 makes one zero of two
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats count downwards
-    return (rising.long() << 32 | ids).sort(dim=-1, descending=True).values & 0xFFFFFFFF
+    return ((~rising).long() << 32 | ids).sort(dim=-1).values & 0xFFFFFFFF
 
 
 def _highest(scores: Tensor, width: int) -> Tensor:

@@ -160,6 +160,13 @@ class Scheduler:
                 self._send_back(sequence)
             self._running.clear()
 
+    def replace_tables(self, tables: PageTables) -> None:
+        """Go on with other page tables: running sequences are computed again on them."""
+        for sequence in reversed(self._running):
+            self._send_back(sequence)
+        self._running.clear()
+        self.tables = tables
+
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages away; it is computed again when there is room."""
         self._running.remove(sequence)

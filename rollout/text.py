@@ -6,7 +6,7 @@ used on it; the prompt is not part of it.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a whole character
 GROUP_LEN = 6
@@ -19,11 +19,12 @@ write one replacement character for all of them or one for each."""
 
 
 class TextTokenizer(Protocol):
-    """What is needed of a tokenizer; those of transformers have it."""
+    """What is needed of a tokenizer. Those of transformers have it (they also decode lists of lists,
+    hence ``Any``)."""
 
     def decode(
         self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> str: ...
+    ) -> Any: ...
 
 
 class StopTextFinder:
@@ -77,9 +78,10 @@ class StopTextFinder:
         return match
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(
+        text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        return text
 
     def _emit(self, text: str, final: int) -> str:
         """Move the window's text up to ``final`` to the parts; what is new of it."""

@@ -16,6 +16,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# no deadline: a loaded machine is not a bug; in CI the same examples each time, at home new ones
+settings.register_profile("rollout", deadline=None, derandomize=os.environ.get("CI") == "true")
+settings.load_profile("rollout")
 
 REAL_MODEL_FIXTURES = frozenset({"demo_model_path", "demo_tokenizer", "demo_model_fp32"})
 REQUIRE_REAL_MODEL = "ROLLOUT_REQUIRE_REAL_MODEL"

@@ -177,7 +177,7 @@ def test_bytes_that_make_no_text_stay_cheap(piece: bytes) -> None:
 TEXTS = [
     "Hello world! It's 3.14 o'clock.\n\n  def f(x):\n\treturn x  # END\n",
     "\u4f60\u597d\uff0c\u4e16\u754c\u3002\n\u0417\u0434\u0440\u0430\u0432\u0441\u0442\u0432\u0443\u0439",
-    "\U0001f468\u200d\U0001f469\u200d\U0001f467 na\u00efve caf\u00e9 \u0915\u094d\u0937 \U0001f600\U0001f600 END",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 na\u00efve caf\u00e9 \u0915\u094d\u0937 \U0001f600 END",
     "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nEND<|im_end|>",
 ]
 STOPS = [

@@ -1,0 +1,30 @@
+"""Rollouts for reinforcement learning, generated on the very parameters being trained."""
+
+from rollout.config import EngineConfig
+from rollout.engine import RolloutEngine
+from rollout.results import RolloutBatch, RolloutTensors
+from rollout.types import (
+    Completion,
+    DuplicateRequestError,
+    FinishReason,
+    NonFiniteLogits,
+    RolloutError,
+    RolloutMetrics,
+    SamplingParams,
+    UnsupportedModelError,
+)
+
+__all__ = [
+    "Completion",
+    "DuplicateRequestError",
+    "EngineConfig",
+    "FinishReason",
+    "NonFiniteLogits",
+    "RolloutBatch",
+    "RolloutEngine",
+    "RolloutError",
+    "RolloutMetrics",
+    "RolloutTensors",
+    "SamplingParams",
+    "UnsupportedModelError",
+]

@@ -1,0 +1,544 @@
+"""The engine: requests in, completions with logprobs out, on the trainer's own weights.
+
+A step is four calls in order: ``plan -> build -> run -> commit``. Everything happens in the
+caller's thread, under the caller's autocast. This room wires the others together and keeps the
+promises that need all of them: a change of weights is noticed before a token is drawn, a request's
+fault stays in that request, and nothing of the trainer's model is touched.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from rollout.attention import make_backend
+from rollout.batch import build_batch
+from rollout.capacity import CapacityPlanner
+from rollout.config import EngineConfig
+from rollout.kv_cache import KVCache
+from rollout.packing import PackedLinears
+from rollout.requests import Prompt, RequestBuilder
+from rollout.results import RolloutBatch
+from rollout.runner import ModelPlan, engine_mode, forward, position_limit, probe, set_attention
+from rollout.sampling import SamplingRow, draw
+from rollout.scheduler import Scheduler
+from rollout.scoring import score_sequences
+from rollout.sequence import Sequence as Sample
+from rollout.sequence import SequenceState, StepPlan
+from rollout.tables import PageTables
+from rollout.types import (
+    Completion,
+    DrawnToken,
+    DuplicateRequestError,
+    FinishReason,
+    RolloutError,
+    RolloutMetrics,
+    SamplingParams,
+)
+from rollout.weights import WeightTracker, innermost
+
+logger = logging.getLogger("rollout")
+
+
+class RolloutEngine:
+    """Continuous-batching generation on the parameters of a model that is being trained.
+
+    Example::
+
+        engine = RolloutEngine(model, tokenizer=tokenizer)
+        batch = engine.generate(prompts, SamplingParams(max_new_tokens=64, n=8, seed=0))
+        batch[0].token_ids, batch[0].policy_logprobs, batch.metrics.tokens_per_second
+        optimizer.step()                      # noticed by itself at the next generate
+        batch = engine.generate(prompts, SamplingParams(max_new_tokens=64, n=8, seed=1))
+
+    The model's tensors are used in place; its modules, flags, hooks, config and dtype are never
+    touched. Not thread-safe: one engine belongs to one thread.
+
+    Args:
+        model: a transformers causal LM or a PEFT model around one, unwrapped.
+        tokenizer: needed for text and chat prompts and for stop strings.
+        config: an :class:`EngineConfig`, a dict of its fields, or transformers'
+            ``ContinuousBatchingConfig``.
+
+    Raises:
+        TypeError: the model is wrapped or not a transformers model.
+        UnsupportedModelError: a layer cannot be served exactly; it is named.
+        ValueError: a setting is wrong.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: EngineConfig | object = None,
+    ) -> None:
+        self.config = EngineConfig.from_any(config)
+        base = innermost(model)
+        self._model_config = base.config.get_text_config()
+        self._device = single_device(model)
+        self._backend = make_backend(self.config.attn_implementation)
+        self._packed = PackedLinears(self.config.pack_weights)
+        self._finished: list[Completion] = []
+        self._stage_seconds: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._peak_pages = 0
+        self._autocast = self._current_autocast()
+        self._weights = WeightTracker(model, prepare=self._prepare_view)
+        self._plan: ModelPlan
+        self._cache: KVCache
+        self._scheduler: Scheduler
+        self._capacity: CapacityPlanner
+        with engine_mode():
+            self._weights.update()
+        self._requests = RequestBuilder(
+            tokenizer,
+            vocab_size=self._plan.vocab_size,
+            eos_ids=eos_token_ids(base, tokenizer),
+            position_limit=position_limit(self._model_config),
+            stream=(self.config.seed, _rank()),
+        )
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights seen last: 0 at construction, one more at each change."""
+        return self._weights.version
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self._scheduler.has_work
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the key/value cache takes now."""
+        return self._cache.num_bytes
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        on_error: str = "raise",
+    ) -> RolloutBatch:
+        """Complete every prompt and return ``sum(n)`` completions in input order.
+
+        Args:
+            prompts: token ids, strings or chat messages, one entry per prompt.
+            params: one for all prompts, or one per prompt.
+            progress: show a progress bar over completions.
+            on_error: ``"raise"`` or ``"return"``: what to do when a request failed. Either way
+                all others are finished first.
+
+        Raises:
+            RolloutError: a request failed and ``on_error="raise"``; ``.batch`` holds everything.
+            TypeError, ValueError: the call itself is wrong (not one request of it).
+        """
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error={on_error!r}; allowed: 'raise', 'return'")
+        all_params = _params_per_prompt(prompts, params)
+        started, stages, counts = time.perf_counter(), self._stage_seconds.copy(), self._counts.copy()
+        self._peak_pages = 0
+        with self._stage("weights"):
+            self._notice_weights(thorough=True)
+        wanted: list[tuple[str, int]] = []
+        done: dict[str, list[Completion]] = {}
+        for prompt, each in zip(prompts, all_params, strict=True):
+            try:
+                request_id = self.add_request(prompt, each)
+            except (ValueError, TypeError) as error:
+                request_id = f"refused-{len(wanted)}"
+                done[request_id] = _refused(request_id, prompt, each.n, error)
+            wanted.append((request_id, each.n))
+        self._run(wanted, done, progress)
+        batch = RolloutBatch(
+            tuple(c for request_id, _ in wanted for c in sorted(done[request_id], key=lambda c: c.index)),
+            self._metrics(wanted, done, time.perf_counter() - started, stages, counts),
+        )
+        _raise_failures(batch, on_error)
+        _warn_when_truncated(batch)
+        return batch
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> str:
+        """Queue one prompt; :meth:`step` works on it. Returns its id.
+
+        Raises:
+            DuplicateRequestError: a live request has this id.
+            TypeError, ValueError: the request can never be served; the message says why.
+        """
+        request = self._requests.build(prompt, params or SamplingParams(), request_id)
+        if self._scheduler.live(request.request_id):
+            raise DuplicateRequestError(
+                f"request_id={request.request_id!r} is live; wait until it has ended or choose another id"
+            )
+        self._capacity.refuse_unfit(request, self._cache.num_bytes)
+        self._scheduler.add(self._requests.samples(request, len(self._plan.layout.groups)))
+        return request.request_id
+
+    def cancel_request(self, request_id: str) -> bool:
+        """End a request now, keeping what it generated; the next :meth:`step` returns it.
+
+        Returns whether a live request had this id. Unknown and finished ids are no error.
+        """
+        live = self._scheduler.live(request_id)
+        self._scheduler.finish_all(live, FinishReason.CANCELLED)
+        return bool(live)
+
+    def step(self) -> list[Completion]:
+        """Run one step and return the completions that ended since the last call.
+
+        A failure of the step itself ends every live request with ``finish_reason="error"``, the
+        cause chained to each; the engine can be used again.
+        """
+        with engine_mode():
+            try:
+                with self._stage("weights"):
+                    self._notice_weights(thorough=False)
+                self._step()
+            except Exception as cause:
+                error = RuntimeError(f"the step failed with {type(cause).__name__}: {cause}")
+                error.__cause__ = cause
+                self._scheduler.finish_all(self._scheduler.live(), FinishReason.ERROR, error)
+                self._scheduler.tables.start_version(self.weight_version)
+            except BaseException:  # interrupted: what was planned is not computed
+                self._scheduler.change_weights(self.weight_version, "recompute")
+                raise
+        return self._take_finished()
+
+    def refresh_weights(self) -> int:
+        """Start a new weight version without looking for a change. Returns it."""
+        with engine_mode():
+            self._weights.refresh()
+            self._enter_version()
+        return self.weight_version
+
+    def add_refresh_hook(self, hook: Callable[[int], None]) -> Callable[[], None]:
+        """Call ``hook(version)`` whenever a new weight version starts; returns its remover."""
+        return self._weights.add_hook(hook)
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
+        """Teacher-forced ``policy_logprobs`` of given completions, through the generating path.
+
+        Args:
+            prompts: one per completion.
+            completions: token ids.
+            temperature: divides the logits; 0 is taken as 1.
+
+        Raises:
+            TypeError, ValueError: a prompt or completion is empty, too long, or not of this model.
+        """
+        with engine_mode():
+            self._notice_weights(thorough=True)
+            return score_sequences(
+                self._weights.view, self._plan, self._backend, self._requests, prompts, completions, temperature
+            )
+
+    def release_memory(self) -> None:
+        """Give the cache and derived copies back (before a backward pass, say).
+
+        The next step takes memory again. Requests in flight are kept and computed again.
+        """
+        self._cache.release()
+        self._packed.release()
+        self._scheduler.replace_tables(self._empty_tables())
+
+    def check(self) -> None:
+        """Audit the page books; raises AssertionError. For tests and idle time."""
+        self._scheduler.check()
+
+    def _run(self, wanted: list[tuple[str, int]], done: dict[str, list[Completion]], progress: bool) -> None:
+        ours = {request_id for request_id, _ in wanted if request_id not in done}
+        bar = tqdm(
+            total=sum(n for request_id, n in wanted if request_id in ours), disable=not progress, unit="seq"
+        )
+        missing = bar.total
+        others: list[Completion] = []
+        try:
+            while missing:
+                for completion in self.step():
+                    if completion.request_id in ours:
+                        done.setdefault(completion.request_id, []).append(completion)
+                        missing -= 1
+                        bar.update()
+                    else:
+                        others.append(completion)
+        except BaseException:
+            for request_id in ours:
+                self.cancel_request(request_id)
+            self._take_finished()
+            raise
+        finally:
+            bar.close()
+            self._finished += others  # of requests added by hand: the next step() returns them
+
+    def _step(self) -> None:
+        with self._stage("schedule"):
+            self._ensure_capacity()
+            plan = self._scheduler.plan()
+        self._peak_pages = max(self._peak_pages, self._scheduler.tables.num_held)
+        if plan is None:
+            return
+        layout = self._plan.layout
+        with self._stage("build"):
+            batch = build_batch(
+                plan,
+                page_size=self.config.page_size,
+                windows=layout.windows,
+                dtype=layout.dtype,
+                device=self._device,
+            )
+        with self._stage("forward"):
+            logits = forward(self._weights.view, self._plan, batch, self._cache, self._backend)
+        drawing = plan.drawing()
+        with self._stage("sample"):
+            drawn = draw(logits, [_sampling_row(s) for s in drawing], batch.logit_rows) if drawing else ()
+        with self._stage("commit"):
+            self._commit(plan, drawing, drawn)
+        self._counts["steps"] += 1
+        self._counts["computed"] += plan.num_tokens
+
+    def _commit(self, plan: StepPlan, drawing: list[Sample], drawn: Sequence[DrawnToken | Exception]) -> None:
+        self._scheduler.commit(plan)
+        for sequence, token in zip(drawing, drawn, strict=True):
+            if isinstance(token, Exception):
+                self._scheduler.finish(sequence, FinishReason.ERROR, token)
+                continue
+            sequence.append(token, self.weight_version)
+            try:
+                reason = _end_reason(sequence, token.token_id, self._requests.position_limit)
+            except Exception as error:  # the user's tokenizer: that request's fault alone
+                self._scheduler.finish(sequence, FinishReason.ERROR, error)
+                continue
+            if reason is not None:
+                self._scheduler.finish(sequence, reason)
+
+    def _take_finished(self) -> list[Completion]:
+        completions = self._finished + [s.completion() for s in self._scheduler.take_finished()]
+        self._finished = []
+        return completions
+
+    def _ensure_capacity(self) -> None:
+        requests = {s.request.ordinal: s.request for s in self._scheduler.live()}
+        if not requests:
+            return
+        wanted = self._capacity.num_pages(requests.values(), self._cache.num_bytes)
+        pages = tuple(map(max, wanted, self._cache.num_pages))
+        if pages != self._cache.num_pages:
+            self._cache.resize(pages)
+            self._scheduler.tables.grow(pages)
+            self._capacity.log(pages)
+
+    def _notice_weights(self, *, thorough: bool) -> None:
+        """Enter a new version if weights, modules or the caller's autocast changed.
+
+        Thorough compares contents; else only a glance is taken, as between the steps of a call.
+        """
+        with engine_mode():
+            if self._autocast != self._current_autocast():
+                self._autocast = self._current_autocast()
+                self._prepare_view(self._weights.view)
+                self._weights.refresh()
+            elif not (thorough or self._weights.seems_changed()) or not self._weights.update():
+                return
+            self._enter_version()
+
+    def _enter_version(self) -> None:
+        torch.clear_autocast_cache()  # autocast keeps casts of weights as long as it is entered
+        self._packed.version = self.weight_version
+        self._scheduler.change_weights(self.weight_version, self.config.on_weight_change)
+
+    def _prepare_view(self, view: nn.Module) -> None:
+        """Make a new view ready; its layers may differ from the last one's."""
+        set_attention(view)
+        plan = probe(view, self._model_config, self._device)
+        self._packed.install(view)
+        first = "_plan" not in vars(self)
+        if first or plan.layout != self._plan.layout:
+            self._plan = plan
+            self._cache = KVCache(plan.layout, self.config.page_size)
+            self._capacity = CapacityPlanner(self.config, plan.layout, position_limit(self._model_config))
+            if first:
+                self._scheduler = Scheduler(self.config, self._empty_tables())
+            else:
+                self._scheduler.replace_tables(self._empty_tables())
+        self._plan = plan
+
+    def _empty_tables(self) -> PageTables:
+        windows = self._plan.layout.windows
+        tables = PageTables(
+            page_size=self.config.page_size,
+            windows=windows,
+            num_pages=tuple(0 for _ in windows),
+            share=self.config.allow_block_sharing,
+        )
+        tables.start_version(self.weight_version)
+        return tables
+
+    def _current_autocast(self) -> torch.dtype | None:
+        kind = self._device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stage_seconds[name] += time.perf_counter() - started
+
+    def _metrics(
+        self,
+        wanted: list[tuple[str, int]],
+        done: dict[str, list[Completion]],
+        seconds: float,
+        stages: Counter[str],
+        counts: Counter[str],
+    ) -> RolloutMetrics:
+        completions = [c for request_id, _ in wanted for c in done[request_id]]
+        return RolloutMetrics(
+            num_requests=len(wanted),
+            num_completions=len(completions),
+            prompt_tokens=sum(len(c.prompt_ids) for c in completions),
+            generated_tokens=sum(len(c.token_ids) for c in completions),
+            computed_tokens=self._counts["computed"] - counts["computed"],
+            cached_tokens=sum(c.cached_tokens for c in completions),
+            num_steps=self._counts["steps"] - counts["steps"],
+            num_preemptions=sum(c.num_preemptions for c in completions),
+            peak_pages=self._peak_pages,
+            num_pages=sum(self._cache.num_pages),
+            cache_bytes=self._cache.num_bytes,
+            derived_bytes=self._packed.num_bytes,
+            truncated_fraction=sum(c.is_truncated for c in completions) / max(1, len(completions)),
+            weight_version=self.weight_version,
+            seconds=seconds,
+            seconds_by_stage={name: self._stage_seconds[name] - stages[name] for name in self._stage_seconds},
+        )
+
+
+def eos_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Union of the EOS ids that generation config, model config and tokenizer name."""
+    named = [model.config.get_text_config().eos_token_id]
+    if model.generation_config is not None:
+        named.append(model.generation_config.eos_token_id)
+    if tokenizer is not None:
+        named.append(tokenizer.eos_token_id)
+    ids: set[int] = set()
+    for value in named:
+        if value is not None:
+            ids.update([value] if isinstance(value, int) else value)
+    return frozenset(ids)
+
+
+def single_device(model: nn.Module) -> torch.device:
+    """The device of all parameters.
+
+    Raises:
+        ValueError: they lie on several devices.
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise ValueError(f"the model's parameters lie on {sorted(map(str, devices))}; put all on one device")
+    return devices.pop()
+
+
+def _end_reason(sequence: Sample, token: int, position_limit: int) -> FinishReason | None:
+    """Whether the token just drawn ends the sequence; notes what matched on the sequence."""
+    request, params = sequence.request, sequence.request.params
+    armed = sequence.num_generated >= params.min_new_tokens
+    found = sequence.stop_text.push(token, armed=armed) if sequence.stop_text is not None else None
+    if token in request.eos_ids:
+        sequence.stop_match = token
+        return FinishReason.EOS
+    if token in params.stop_token_ids:
+        sequence.stop_match = token
+        return FinishReason.STOP
+    if found is not None:
+        sequence.stop_match, sequence.stop_offset = found
+        return FinishReason.STOP
+    if sequence.num_generated >= params.max_new_tokens:
+        return FinishReason.LENGTH
+    if len(sequence.ids) >= position_limit:
+        return FinishReason.MAX_POSITION
+    return None
+
+
+def _sampling_row(sequence: Sample) -> SamplingRow:
+    request = sequence.request
+    return SamplingRow(
+        params=request.params,
+        ids=sequence.ids,
+        prompt_len=len(request.prompt_ids),
+        ending_ids=request.ending_ids,
+        noise_key=request.noise_key,
+        index=sequence.index,
+    )
+
+
+def _params_per_prompt(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise TypeError(f"prompts has type {type(prompts).__name__}; give a list with one entry per prompt")
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"{len(params)} params for {len(prompts)} prompts; give one, or one per prompt")
+    for each in params:
+        if not isinstance(each, SamplingParams):
+            raise TypeError(f"params holds a {type(each).__name__}; give SamplingParams")
+    return list(params)
+
+
+def _refused(request_id: str, prompt: Prompt, n: int, error: Exception) -> list[Completion]:
+    ids = prompt if isinstance(prompt, (list, tuple)) and all(isinstance(t, int) for t in prompt) else ()
+    return [
+        Completion(
+            request_id=request_id,
+            index=index,
+            prompt_ids=tuple(ids),
+            token_ids=(),
+            logprobs=(),
+            policy_logprobs=(),
+            log_kept_mass=(),
+            versions=(),
+            finish_reason=FinishReason.ERROR,
+            error=error,
+        )
+        for index in range(n)
+    ]
+
+
+def _raise_failures(batch: RolloutBatch, on_error: str) -> None:
+    if not batch.failed or on_error == "return":
+        return
+    first = batch.failed[0]
+    raise RolloutError(
+        f"{len(batch.failed)} of {len(batch)} completions failed; first: {first.request_id} with "
+        f"{type(first.error).__name__}: {first.error} (error.batch holds all completions; "
+        "on_error='return' gives them without raising)",
+        batch,
+    ) from first.error
+
+
+def _warn_when_truncated(batch: RolloutBatch) -> None:
+    if len(batch) >= 8 and batch.metrics.truncated_fraction > 0.9:
+        logger.warning(
+            "%d%% of %d completions were cut short by a limit; raise max_new_tokens if that is not meant",
+            round(100 * batch.metrics.truncated_fraction),
+            len(batch),
+        )
+
+
+def _rank() -> int:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if distributed else 0
