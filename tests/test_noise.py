@@ -62,6 +62,9 @@ def test_no_rows_give_no_numbers_and_words_beyond_32_bits_are_refused() -> None:
 
 
 def test_no_global_generator_is_touched() -> None:
-    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    def states() -> str:
+        return repr((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))
+
+    before = states()
     uniforms([(1, 2, 3)] * 10, range(10), range(10))
-    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    assert states() == before

@@ -199,11 +199,10 @@ CUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("params", CUTS, ids=str)
-def test_the_kept_set_is_that_of_transformers(params: dict[str, Any], dtype: torch.dtype) -> None:
+def test_the_kept_set_is_that_of_transformers(params: dict[str, Any]) -> None:
     """Drawn 3,000 times each kept token (all above 1/200) shows up, and no other, ties included."""
-    logits = random_logits(1, 40, seed=4, scale=1.0, step=0.25).to(dtype)
+    logits = random_logits(1, 40, seed=4, scale=1.0, step=0.25)
     rows = samples(3000, **params)
     twin = slow_twin(logits[0], rows[0])
     seen = {drawn(entry).token_id for entry in draw(logits, rows, [0] * len(rows))}
@@ -211,15 +210,25 @@ def test_the_kept_set_is_that_of_transformers(params: dict[str, Any], dtype: tor
     assert twin.is_cut and float(twin.sampled[list(seen)].min()) > math.log(1 / 200)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_every_float_type_is_drawn_in_float32(dtype: torch.dtype) -> None:
+    logits = random_logits(len(CUTS), 300, seed=11).to(dtype)
+    rows = [make_row(index=i, **params) for i, params in enumerate(CUTS)]
+    entries = draw(logits, rows)
+    assert entries == draw(logits.float(), rows)
+    for entry, row, line in zip(entries, rows, logits, strict=True):
+        check(entry, slow_twin(line, row))
+
+
 def test_top_k_keeps_every_tie_with_the_kth_value() -> None:
     """100 ties for the second place: more than the first stage of 64 candidates can show."""
-    logits = torch.zeros(1, 5000)
+    logits = torch.zeros(1, 1100)
     logits[0, 1000] = 4.0
-    logits[0, torch.arange(0, 4900, 49)] = 2.0
-    rows = samples(4000, top_k=2)
+    logits[0, torch.arange(0, 1000, 10)] = 2.0
+    rows = samples(2000, top_k=2)
     entries = [drawn(entry) for entry in draw(logits, rows, [0] * len(rows))]
-    assert {entry.token_id for entry in entries} == {1000, *range(0, 4900, 49)}
-    mass = (math.exp(4) + 100 * math.exp(2)) / (math.exp(4) + 100 * math.exp(2) + 4899)
+    assert {entry.token_id for entry in entries} == {1000, *range(0, 1000, 10)}
+    mass = (math.exp(4) + 100 * math.exp(2)) / (math.exp(4) + 100 * math.exp(2) + 999)
     assert entries[0].log_kept_mass == pytest.approx(math.log(mass), abs=1e-5)
 
 
@@ -230,10 +239,10 @@ def test_top_p_cuts_the_highest_of_equal_ids() -> None:
     assert slow_twin(logits[0], rows[0]).kept == {0, 1, 2}
 
 
-@pytest.mark.parametrize("vocab", [70, 1500, 9001, 20_000])
+@pytest.mark.parametrize("vocab", [70, 1500, 9001])
 @pytest.mark.parametrize(
     "params",
-    [{"top_p": 0.99}, {"top_p": 0.5}, {"min_p": 1e-4}, {"top_k": 1200}, {"top_k": 40, "top_p": 0.9017}],
+    [{"top_p": 0.9907}, {"top_p": 0.5017}, {"min_p": 1e-4}, {"top_k": 1200}, {"top_k": 40, "top_p": 0.9017}],
     ids=str,
 )
 def test_flat_logits_fall_back_to_the_full_sort(
@@ -242,8 +251,8 @@ def test_flat_logits_fall_back_to_the_full_sort(
     logits = random_logits(4, vocab, seed=vocab, scale=0.3)
     logits[2] = logits[2].bfloat16()  # many ties
     logits[3] = 0.0  # nothing but ties
-    rows = [make_row(index=i % 5, **params) for i in range(20)]
-    sources = [i // 5 for i in range(20)]
+    rows = [make_row(index=i % 3, **params) for i in range(12)]
+    sources = [i // 3 for i in range(12)]
     staged = draw(logits, rows, sources)
     twins = [slow_twin(line, rows[0]) for line in logits]
     for entry, source in zip(staged, sources, strict=True):
@@ -301,12 +310,12 @@ def chi_square_limit(degrees: int) -> float:
 
 DISTRIBUTIONS: list[tuple[dict[str, Any], int]] = [
     ({}, 50),
-    ({}, 1000),
+    ({}, 600),
     ({"temperature": 0.7}, 50),
     ({"top_k": 12}, 50),
-    ({"top_p": 0.8017}, 300),
-    ({"min_p": 0.03}, 300),
-    ({"temperature": 0.7, "top_k": 100, "top_p": 0.95}, 300),
+    ({"top_p": 0.8017}, 150),
+    ({"min_p": 0.03}, 150),
+    ({"temperature": 0.7, "top_k": 100, "top_p": 0.95}, 150),
     ({"repetition_penalty": 1.5, "logits_processors": (double_evens,)}, 50),
 ]
 
@@ -360,7 +369,7 @@ def test_truncation_alone_explains_the_gap_between_the_logprobs(
     temperature: float, top_k: int | None, top_p: float, min_p: float, seed: int
 ) -> None:
     logits = random_logits(6, 500, seed)
-    params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    params: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     rows = samples(6, **params)
     for entry in draw(logits, rows):
         token = drawn(entry)
@@ -384,7 +393,7 @@ def test_greedy_beside_sampled_rows() -> None:
 
 def test_extreme_temperatures_stay_finite() -> None:
     logits = random_logits(1, 300, seed=1)
-    cases = [
+    cases: list[dict[str, Any]] = [
         {"temperature": t, **cut}
         for t in (1e-300, 1e-20, 1e20, 1e300)
         for cut in ({}, {"top_p": 0.9}, {"top_k": 3})
@@ -492,7 +501,7 @@ def test_a_token_depends_on_key_index_and_position_only() -> None:
     together = draw(logits, [make_row(index=i) for i in range(8)], [0] * 8)
     assert [drawn(entry).token_id for entry in together] == tokens
     assert token(prompt=(4, 4, 4), generated=(9, 9)) == token(prompt=(1,), generated=(2, 3))
-    different = [{"key": (18, 3, 0)}, {"key": (17, 4, 0)}, {"key": (17, 3, 1)}, {"generated": (1,)}]
+    different: list[dict[str, Any]] = [{"key": (18, 3, 0)}, {"key": (17, 4, 0)}, {"key": (17, 3, 1)}, {"generated": (1,)}]
     assert len({tokens[0], *(token(**address) for address in different)}) == 5
 
 
