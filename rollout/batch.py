@@ -13,6 +13,7 @@ S slots in a page, C keys seen through a table (W * S), D drawing rows.
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,8 @@ class Bucket:
     kept: Tensor | None = None
     """[end - start] int64, where in ``R * Q`` each packed token of the run lies."""
     pages: Tensor | None = None
-    """[R * W] int64, page tables padded with the null page; ``None`` where the packed keys are all that is seen."""
+    """[R * W] int64, page tables padded with the null page; ``None`` where the packed keys are all
+    that is seen."""
     bias: Tensor | None = None
     """[R, Q, C] in the cache's dtype: 0 where a query sees a key, -inf elsewhere."""
 
@@ -210,6 +212,8 @@ def _cut(kind: BucketKind, spans: SequenceABC[RowSpan], page_size: int) -> list[
         sizes = [len(span.pages) * page_size for span in spans]
     else:
         sizes = [span.length * (len(span.pages) * page_size) for span in spans]
+    # page counts under a window go up and down: a row counts for no less than any after it
+    sizes = list(accumulate(reversed(sizes), max))[::-1]
     # a prefill bucket pays off where it saves about the work of its largest row
     return cut_buckets(sizes, BUCKET_OVERHEAD_KEYS if kind is BucketKind.DECODE else sizes[0])
 
@@ -281,7 +285,7 @@ def cut_buckets(sizes: SequenceABC[int], overhead: int) -> list[tuple[int, int]]
 
         cut_buckets([9, 9, 2, 2], overhead=4)   # [(0, 2), (2, 4)]: 18+4 + 4+4 < 36+4
     """
-    step = max(1, -(-sizes[0] // MAX_BUCKET_SIZES))
+    step = 1 if len(set(sizes)) <= MAX_BUCKET_SIZES else -(-sizes[0] // MAX_BUCKET_SIZES)
     borders = [0]
     for i in range(1, len(sizes)):
         if -(-sizes[i] // step) != -(-sizes[i - 1] // step):
@@ -290,9 +294,7 @@ def cut_buckets(sizes: SequenceABC[int], overhead: int) -> list[tuple[int, int]]
     best: list[tuple[int, int]] = [(0, 0)]  # per border: (cost of all rows before it, border cut last)
     for j in range(1, len(borders)):
         best.append(
-            min(
-                (best[i][0] + (borders[j] - borders[i]) * sizes[borders[i]] + overhead, i) for i in range(j)
-            )
+            min((best[i][0] + (borders[j] - borders[i]) * sizes[borders[i]] + overhead, i) for i in range(j))
         )
     cuts, j = [], len(borders) - 1
     while j > 0:

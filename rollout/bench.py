@@ -109,7 +109,7 @@ class TransformersPeer:
     def __init__(self, model: PreTrainedModel, page_size: int) -> None:
         self._model = model
         self._attention = model.config._attn_implementation
-        self._manager: Any = model.init_continuous_batching(
+        self._manager: Any = model.init_continuous_batching(  # type: ignore[operator]
             generation_config=GenerationConfig(
                 do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0
             ),

@@ -52,7 +52,7 @@ class CapacityPlanner:
             if max(pages) > self._config.num_blocks:
                 raise ValueError(
                     f"the prompt of {len(request.prompt_ids)} tokens needs {max(pages)} pages of "
-                    f"{self._config.page_size} tokens and the cache has num_blocks={self._config.num_blocks}; "
+                    f"{self._config.page_size} tokens and num_blocks={self._config.num_blocks}; "
                     "raise num_blocks or shorten the prompt"
                 )
             return

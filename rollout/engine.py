@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.attention import make_backend
 from rollout.batch import build_batch
@@ -30,7 +30,7 @@ from rollout.sampling import SamplingRow, draw
 from rollout.scheduler import Scheduler
 from rollout.scoring import score_sequences
 from rollout.sequence import Sequence as Sample
-from rollout.sequence import SequenceState, StepPlan
+from rollout.sequence import StepPlan
 from rollout.tables import PageTables
 from rollout.types import (
     Completion,
@@ -41,7 +41,7 @@ from rollout.types import (
     RolloutMetrics,
     SamplingParams,
 )
-from rollout.weights import WeightTracker, innermost
+from rollout.weights import WeightTracker, base_model_of
 
 logger = logging.getLogger("rollout")
 
@@ -79,7 +79,7 @@ class RolloutEngine:
         config: EngineConfig | object = None,
     ) -> None:
         self.config = EngineConfig.from_any(config)
-        base = innermost(model)
+        base = base_model_of(model)
         self._model_config = base.config.get_text_config()
         self._device = single_device(model)
         self._backend = make_backend(self.config.attn_implementation)
@@ -240,7 +240,13 @@ class RolloutEngine:
         with engine_mode():
             self._notice_weights(thorough=True)
             return score_sequences(
-                self._weights.view, self._plan, self._backend, self._requests, prompts, completions, temperature
+                self._weights.view,
+                self._plan,
+                self._backend,
+                self._requests,
+                prompts,
+                completions,
+                temperature,
             )
 
     def release_memory(self) -> None:
@@ -258,10 +264,8 @@ class RolloutEngine:
 
     def _run(self, wanted: list[tuple[str, int]], done: dict[str, list[Completion]], progress: bool) -> None:
         ours = {request_id for request_id, _ in wanted if request_id not in done}
-        bar = tqdm(
-            total=sum(n for request_id, n in wanted if request_id in ours), disable=not progress, unit="seq"
-        )
-        missing = bar.total
+        missing = sum(n for request_id, n in wanted if request_id in ours)
+        bar = tqdm(total=missing, disable=not progress, unit="seq")
         others: list[Completion] = []
         try:
             while missing:
@@ -425,9 +429,9 @@ class RolloutEngine:
         )
 
 
-def eos_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Union of the EOS ids that generation config, model config and tokenizer name."""
-    named = [model.config.get_text_config().eos_token_id]
+    named: list[int | list[int] | None] = [model.config.get_text_config().eos_token_id]
     if model.generation_config is not None:
         named.append(model.generation_config.eos_token_id)
     if tokenizer is not None:

@@ -158,7 +158,9 @@ class KVCache:
     def _make(self, layers: int, heads: int, pages: int, dim: int, old: Tensor | None) -> Tensor:
         # not torch.zeros: memory is touched only when a page is taken and cleared
         new = torch.empty(
-            (layers, heads, pages + 1, self.page_size, dim), dtype=self.layout.dtype, device=self.layout.device
+            (layers, heads, pages + 1, self.page_size, dim),
+            dtype=self.layout.dtype,
+            device=self.layout.device,
         )
         new[:, :, 0] = 0  # the null page, which padded table entries read
         if old is not None:

@@ -3,8 +3,10 @@
 Everything that can be refused about one request is refused here, before it is queued.
 """
 
+import zlib
+from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from torch import Tensor
@@ -76,7 +78,7 @@ class RequestBuilder:
             prompt_ids=tuple(ids),
             params=params,
             eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
-            noise_key=self._noise_key(params, ordinal),
+            noise_key=self._noise_key(params, ids, ordinal),
         )
 
     def samples(self, request: Request, num_groups: int) -> list[Sample]:
@@ -93,30 +95,40 @@ class RequestBuilder:
         ]
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt of any kind."""
+        """Token ids of a prompt of any kind.
+
+        Raises:
+            TypeError: the prompt is of no kind.
+            ValueError: it needs a tokenizer that is not there, or the tokenizer refuses it.
+        """
         if isinstance(prompt, (Tensor, np.ndarray)):
             prompt = prompt.tolist()
         if isinstance(prompt, str):
-            return list(self._need_tokenizer("a text prompt")(prompt)["input_ids"])
+            return self._encode_with_tokenizer("a text prompt", prompt)
         if not isinstance(prompt, Sequence):
             raise TypeError(
                 f"prompt has type {type(prompt).__name__}; give a list of token ids, a str, or chat messages"
             )
         if prompt and all(isinstance(item, Mapping) for item in prompt):
-            tokenizer = self._need_tokenizer("a chat prompt")
-            ids = tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-            return list(ids)
+            return self._encode_with_tokenizer("a chat prompt", list(prompt))
         for item in prompt:
             if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
                 raise TypeError(f"a prompt of token ids holds {item!r}; all items must be whole numbers")
-        return [int(item) for item in prompt]  # type: ignore[call-overload]
+        return [int(item) for item in cast("Sequence[int]", prompt)]
 
-    def _need_tokenizer(self, what: str) -> PreTrainedTokenizerBase:
+    def _encode_with_tokenizer(self, what: str, content: Any) -> list[int]:
         if self._tokenizer is None:
             raise ValueError(f"{what} needs a tokenizer: RolloutEngine(model, tokenizer=...)")
-        return self._tokenizer
+        try:
+            if isinstance(content, str):
+                return list(self._tokenizer(content)["input_ids"])
+            return list(
+                self._tokenizer.apply_chat_template(
+                    content, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+            )
+        except Exception as error:  # templates raise what they like; the fault is this prompt's
+            raise ValueError(f"the tokenizer refuses {what}: {type(error).__name__}: {error}") from error
 
     def _stop_text(self, request: Request) -> StopTextFinder | None:
         if not request.params.stop_strings or self._tokenizer is None:
@@ -130,9 +142,10 @@ class RequestBuilder:
                 f"{what} has ids {outside[:5]} outside the vocabulary; allowed: 0 to {self.vocab_size - 1}"
             )
 
-    def _noise_key(self, params: SamplingParams, ordinal: int) -> tuple[int, int, int]:
-        """A request's own seed fixes its noise; else the engine's seed, this rank and the request's
-        number do. The streams of the two cases never meet: own seeds have stream (0, 0)."""
+    def _noise_key(self, params: SamplingParams, ids: list[int], ordinal: int) -> tuple[int, int, int]:
+        """A request's own seed and its prompt fix its noise: the same request draws the same, and
+        different prompts under one seed draw independently. Without a seed of its own, the engine's
+        seed, this rank and the request's number do. High word 0 keeps the two cases apart."""
         if params.seed is not None:
-            return (params.seed, 0, 0)
+            return (params.seed, zlib.crc32(array("q", ids).tobytes()), 0)
         return (self._seed, ordinal & 0xFFFFFFFF, self._rank + 1)

@@ -178,15 +178,17 @@ def probe(view: nn.Module, config: PreTrainedConfig, device: torch.device) -> Mo
     logits = view(input_ids=tokens, position_ids=positions, use_cache=False, rollout_step=step).logits
     if not step.shapes or len(step.shapes) != config.num_hidden_layers:
         raise UnsupportedModelError(
-            f"{len(step.shapes)} of {config.num_hidden_layers} layers attend through transformers' AttentionInterface; "
-            "layers of another kind (linear attention, state space, custom attention) cannot be served"
+            f"{len(step.shapes)} of {config.num_hidden_layers} layers attend through transformers' "
+            "AttentionInterface; layers of another kind (linear attention, state space, custom attention) cannot be served"
         )
     assert step.dtype is not None
     layout = CacheLayout.from_layers(step.shapes, step.dtype, device)
     return ModelPlan(layout, step.layer_of, logits.shape[-1])
 
 
-def forward(view: nn.Module, plan: ModelPlan, batch: StepBatch, cache: KVCache, backend: AttentionBackend) -> Tensor:
+def forward(
+    view: nn.Module, plan: ModelPlan, batch: StepBatch, cache: KVCache, backend: AttentionBackend
+) -> Tensor:
     """Run the view over a step: logits ``[D, V]`` of the rows that draw."""
     for g, group in enumerate(batch.groups):
         # copies first: a page that somebody else clears may be a copy's source

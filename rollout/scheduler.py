@@ -137,7 +137,9 @@ class Scheduler:
     def live(self, request_id: str | None = None) -> list[Sequence]:
         """Unfinished sequences of one request, or of all."""
         return [
-            s for s in (*self.running, *self.waiting) if request_id is None or s.request.request_id == request_id
+            s
+            for s in (*self.running, *self.waiting)
+            if request_id is None or s.request.request_id == request_id
         ]
 
     def finish_all(

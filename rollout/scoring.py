@@ -90,8 +90,11 @@ def _score_pack(
     batch = build_batch(
         step, page_size=PAGE_SIZE, windows=layout.windows, dtype=layout.dtype, device=layout.device
     )
-    first_token = {id(row.sequence): start for row, start in zip(batch.packed_rows, batch.row_starts, strict=True)}
-    where, targets = [], []
+    first_token = {
+        id(row.sequence): start for row, start in zip(batch.packed_rows, batch.row_starts, strict=True)
+    }
+    where: list[int] = []
+    targets: list[int] = []
     for sample in samples:
         prompt_len = len(sample.request.prompt_ids)
         start = first_token[id(sample)]

@@ -67,8 +67,9 @@ class RolloutError(RuntimeError):
 def require_number(name: str, value: Any, *, low: float, high: float, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} has type {type(value).__name__}; give a number")
-    below = value <= low if low_open else value < low
-    if not math.isfinite(value) or below or value > high:
+    number = float(value)
+    below = number <= low if low_open else number < low
+    if not math.isfinite(number) or below or number > high:
         raise ValueError(
             f"{name}={value!r} is out of range; allowed: {'>' if low_open else '>='} {low}"
             + (f" and <= {high}" if math.isfinite(high) else " and finite")
@@ -78,7 +79,7 @@ def require_number(name: str, value: Any, *, low: float, high: float, low_open: 
 def require_int(name: str, value: Any, *, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name}={value!r} has type {type(value).__name__}; give a whole number")
-    if value < low or (high is not None and value > high):
+    if int(value) < low or (high is not None and int(value) > high):
         raise ValueError(
             f"{name}={value!r} is out of range; allowed: >= {low}"
             + (f" and <= {high}" if high is not None else "")
@@ -150,6 +151,10 @@ class SamplingParams:
         require_number("presence_penalty", self.presence_penalty, low=-math.inf, high=math.inf)
         require_number("frequency_penalty", self.frequency_penalty, low=-math.inf, high=math.inf)
         require_int("n", self.n, low=1)
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(
+                f"ignore_eos={self.ignore_eos!r} has type {type(self.ignore_eos).__name__}; give a bool"
+            )
         if self.seed is not None:
             require_int("seed", self.seed, low=0, high=MAX_SEED)
         self._check_bias_and_stops()
@@ -175,7 +180,7 @@ class SamplingParams:
             require_int("a logit_bias token id", token, low=0)
             if isinstance(bias, bool) or not isinstance(bias, numbers.Real):
                 raise TypeError(f"logit_bias[{token}]={bias!r} has type {type(bias).__name__}; give a number")
-            if math.isnan(bias) or bias == math.inf:
+            if math.isnan(float(bias)) or float(bias) == math.inf:
                 raise ValueError(f"logit_bias[{token}]={bias!r}; give a finite number or -inf")
         for token in self.stop_token_ids:
             require_int("a stop token id", token, low=0)

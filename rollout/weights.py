@@ -104,7 +104,11 @@ class WeightTracker:
         """Call ``hook(version)`` at each new version; returns a function that removes it."""
         hook_id = next(self._hook_ids)
         self._hooks[hook_id] = hook
-        return lambda: self._hooks.pop(hook_id, None) and None
+
+        def remove() -> None:
+            self._hooks.pop(hook_id, None)
+
+        return remove
 
     def _glance(self) -> tuple[tuple[int, int], ...]:
         return tuple((t.data_ptr(), t._version) for t in self._tensors)
@@ -147,8 +151,10 @@ def _settings(module: nn.Module) -> tuple[object, ...]:
     return tuple(
         (name, repr(value))
         for name, value in vars(module).items()
-        if name not in MODES and isinstance(value, (bool, int, float, str, list, tuple, dict, type(None)))
-        and name not in HOOK_TABLES and _is_plain(value)
+        if name not in MODES
+        and isinstance(value, (bool, int, float, str, list, tuple, dict, type(None)))
+        and name not in HOOK_TABLES
+        and _is_plain(value)
     )
 
 
@@ -173,9 +179,9 @@ class Checksum:
 
     def __call__(self, tensor: Tensor) -> int:
         """The checksum as a Python int."""
-        words = _words(tensor.detach())
-        if words.numel() == 0:
+        if tensor.numel() == 0:
             return 0
+        words = _words(tensor.detach())
         rows, columns = words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
         total = (rows * self._odd(rows)).sum() + 3 * (columns * self._odd(columns)).sum()
         return int(total)
@@ -197,7 +203,10 @@ def _words(tensor: Tensor) -> Tensor:
     flat = flat.view(-1, flat.shape[-1]) if flat.ndim > 1 else flat.view(1, -1)
     narrow = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     words = flat.view(narrow[flat.element_size()])
-    if words.shape[1] * words.element_size() % 8 == 0 and words.storage_offset() * words.element_size() % 8 == 0:
+    if (
+        words.shape[1] * words.element_size() % 8 == 0
+        and words.storage_offset() * words.element_size() % 8 == 0
+    ):
         words = words.view(torch.int64)
     return words
 
@@ -230,7 +239,7 @@ def make_view(model: nn.Module) -> nn.Module:
     for module in view.modules():
         _unpatch_forward(module, foreign)
         if "gradient_checkpointing" in vars(module):
-            module.gradient_checkpointing = False
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010  (nn.Module's type hides it)
     return view.eval()
 
 
@@ -274,14 +283,14 @@ def _reachable(callable_: object) -> Iterator[object]:
             stack += vars(thing).values()
 
 
-def innermost(model: nn.Module) -> nn.Module:
-    """The model itself, checked to be one that can be generated with.
+def base_model_of(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside ``model``, which is checked to be one that can generate.
 
     Raises:
         TypeError: not a transformers model, or wrapped by DDP, FSDP or torch.compile.
     """
-    base = model
-    if type(model).__module__.startswith("peft."):
+    base: object = model
+    if type(model).__module__.startswith("peft."):  # by name: peft need not be installed
         base = model.get_base_model()  # type: ignore[operator]
     if not isinstance(base, PreTrainedModel):
         raise TypeError(
@@ -297,4 +306,4 @@ def innermost(model: nn.Module) -> nn.Module:
             )
         if tensor.device.type == "meta":
             raise UnsupportedModelError(f"parameter {name} is on the meta device; load the weights first")
-    return model
+    return base

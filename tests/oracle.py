@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from rollout import Completion
+from rollout.noise import uniforms
 
 TIE = 1e-4
 """Two logits of the oracle closer than this may swap places between two right computations."""
@@ -47,6 +48,28 @@ def assert_greedy(model: nn.Module, completion: Completion) -> None:
     for position, (row, token) in enumerate(zip(logits, completion.token_ids, strict=True)):
         behind = float(row.max() - row[token])
         assert behind < TIE, f"token {position} is {token}, {behind:.2e} behind the oracle's choice"
+
+
+def assert_same_draws(
+    model: nn.Module, one: Completion, other: Completion, temperature: float, noise_key: tuple[int, int, int]
+) -> None:
+    """Two computations of one request drew the same tokens.
+
+    At the first difference the oracle must call it a tie: for greedy rows between the two logits,
+    for sampled rows where the row's uniform number lies on the border between the two tokens.
+    """
+    pairs = zip(one.token_ids, other.token_ids, strict=True)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if position is None:
+        return
+    low, high = sorted((one.token_ids[position], other.token_ids[position]))
+    logits = oracle_logits(model, [*one.prompt_ids, *one.token_ids[:position]])[-1]
+    if temperature == 0:
+        assert abs(float(logits[low] - logits[high])) < TIE
+        return
+    cumulative = torch.softmax(logits.double() / temperature, dim=-1).cumsum(0)
+    (uniform,) = uniforms([noise_key], [one.index], [position])
+    assert abs(float(cumulative[low]) - uniform) < TIE and abs(float(cumulative[high - 1]) - uniform) < TIE
 
 
 def assert_logprobs(

@@ -78,7 +78,8 @@ class Twin(NamedTuple):
 
 def slow_twin(logits: Tensor, row: SamplingRow) -> Twin:
     """Logits [V] of one row through transformers' processors, in their order."""
-    params, ids = row.params, torch.tensor([list(row.ids)])
+    params = row.params
+    ids: Any = torch.tensor([list(row.ids)])  # transformers asks for LongTensor, which no call returns
     raw = logits[None].float()
     scores = raw.clone()
     for token, bias in params.logit_bias.items():
@@ -354,6 +355,21 @@ def test_impossible_tokens_are_never_drawn(uniform: float, monkeypatch: pytest.M
         assert 100 <= third < 800
 
 
+def test_rare_tokens_are_not_rounded_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of mass 1 before 50,000 of 1e-8 each, all below the last bit of float32.
+
+    Block sums are float32, so a draw may land some 1e-7 of the mass away, here a few dozen tokens;
+    adding 1e-8 to 1 in float32, one token after the other, would never reach the second one.
+    """
+    rare = 1e-8
+    logits = torch.full((1, 50_001), math.log(rare))
+    logits[0, 0] = 0.0
+    for wanted in (100, 30_000):
+        uniform = (1 + (wanted - 0.5) * rare) / (1 + 50_000 * rare)
+        monkeypatch.setattr(sampling, "uniforms", lambda *_, value=uniform: np.array([value]))
+        assert abs(drawn(draw(logits, [make_row()])[0]).token_id - wanted) <= 60
+
+
 # ---- the three numbers
 
 
@@ -452,7 +468,7 @@ def zoo() -> list[SamplingRow]:
     ]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 99), st.randoms(use_true_random=False), st.sampled_from([300, 1500, 5000]))
 def test_a_row_draws_the_same_alone_and_in_any_company(
     seed: int, shuffler: random.Random, vocab: int
@@ -501,13 +517,18 @@ def test_a_token_depends_on_key_index_and_position_only() -> None:
     together = draw(logits, [make_row(index=i) for i in range(8)], [0] * 8)
     assert [drawn(entry).token_id for entry in together] == tokens
     assert token(prompt=(4, 4, 4), generated=(9, 9)) == token(prompt=(1,), generated=(2, 3))
-    different: list[dict[str, Any]] = [{"key": (18, 3, 0)}, {"key": (17, 4, 0)}, {"key": (17, 3, 1)}, {"generated": (1,)}]
+    different: list[dict[str, Any]] = [
+        {"key": (18, 3, 0)},
+        {"key": (17, 4, 0)},
+        {"key": (17, 3, 1)},
+        {"generated": (1,)},
+    ]
     assert len({tokens[0], *(token(**address) for address in different)}) == 5
 
 
 def test_no_global_generator_is_read_or_written() -> None:
-    def states() -> list[Any]:
-        return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # type: ignore[index]
+    def states() -> str:
+        return repr((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))
 
     rows, logits = zoo(), random_logits(13, 1500, seed=5)
     before = states()

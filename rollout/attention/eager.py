@@ -16,9 +16,7 @@ class EagerAttention:
         rows = [self._attend_row(call, pages, row, batch.window) for row in batch.rows]
         return torch.cat(rows, dim=1).transpose(0, 1)
 
-    def _attend_row(
-        self, call: AttentionCall, pages: LayerPages, row: RowSpan, window: int | None
-    ) -> Tensor:
+    def _attend_row(self, call: AttentionCall, pages: LayerPages, row: RowSpan, window: int | None) -> Tensor:
         table = torch.tensor(row.pages, device=call.query.device)
         page_size = pages.keys.shape[2]
         begin = row.first_page * page_size

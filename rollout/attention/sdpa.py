@@ -72,10 +72,11 @@ class SdpaAttention:
 def _gather(pages: LayerPages, bucket: Bucket) -> tuple[Tensor, Tensor]:
     """Keys and values ``[K, R, C, H]`` behind the bucket's page tables."""
     assert bucket.pages is not None
+    table = bucket.pages
 
     def gather(stored: Tensor) -> Tensor:
         heads, _, _, dim = stored.shape
-        return stored.index_select(1, bucket.pages).view(heads, bucket.num_rows, -1, dim)
+        return stored.index_select(1, table).view(heads, bucket.num_rows, -1, dim)
 
     return gather(pages.keys), gather(pages.values)
 
