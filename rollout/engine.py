@@ -8,7 +8,7 @@ fault stays in that request, and nothing of the trainer's model is touched.
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -85,7 +85,7 @@ class RolloutEngine:
         self._backend = make_backend(self.config.attn_implementation)
         self._packed = PackedLinears(self.config.pack_weights)
         self._finished: list[Completion] = []
-        self._stage_seconds: Counter[str] = Counter()
+        self._stage_seconds: defaultdict[str, float] = defaultdict(float)
         self._counts: Counter[str] = Counter()
         self._peak_pages = 0
         self._autocast = self._current_autocast()
@@ -405,7 +405,7 @@ class RolloutEngine:
         wanted: list[tuple[str, int]],
         done: dict[str, list[Completion]],
         seconds: float,
-        stages: Counter[str],
+        stages: dict[str, float],
         counts: Counter[str],
     ) -> RolloutMetrics:
         completions = [c for request_id, _ in wanted for c in done[request_id]]
@@ -425,7 +425,9 @@ class RolloutEngine:
             truncated_fraction=sum(c.is_truncated for c in completions) / max(1, len(completions)),
             weight_version=self.weight_version,
             seconds=seconds,
-            seconds_by_stage={name: self._stage_seconds[name] - stages[name] for name in self._stage_seconds},
+            seconds_by_stage={
+                name: total - stages.get(name, 0.0) for name, total in self._stage_seconds.items()
+            },
         )
 
 

@@ -179,7 +179,8 @@ def probe(view: nn.Module, config: PreTrainedConfig, device: torch.device) -> Mo
     if not step.shapes or len(step.shapes) != config.num_hidden_layers:
         raise UnsupportedModelError(
             f"{len(step.shapes)} of {config.num_hidden_layers} layers attend through transformers' "
-            "AttentionInterface; layers of another kind (linear attention, state space, custom attention) cannot be served"
+            "AttentionInterface; layers of another kind (linear attention, state space, custom "
+            "attention) cannot be served"
         )
     assert step.dtype is not None
     layout = CacheLayout.from_layers(step.shapes, step.dtype, device)
