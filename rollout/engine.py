@@ -99,7 +99,8 @@ class RolloutEngine:
         self._requests = RequestBuilder(
             tokenizer,
             vocab_size=self._plan.vocab_size,
-            eos_ids=eos_token_ids(base, tokenizer),
+            # an id that the head cannot draw (a tokenizer larger than the model) cannot end anything
+            eos_ids=frozenset(i for i in eos_token_ids(base, tokenizer) if i < self._plan.vocab_size),
             position_limit=position_limit(self._model_config),
             stream=(self.config.seed, _rank()),
         )

@@ -53,10 +53,10 @@ class PackedLinears:
         self._linears = []
         if self._mode is False or not torch.backends.mkldnn.is_available():
             return
-        targets = [
+        targets: list[tuple[nn.Module, str, nn.Linear]] = [
             (parent, name, child)
             for parent in view.modules()
-            for name, child in parent.named_children()
+            for name, child in parent._modules.items()  # named_children() tells a shared child once
             if type(child) is nn.Linear and _can_pack(child.weight)
         ]
         size = sum(child.weight.numel() * _packed_dtype(child.weight.dtype).itemsize for *_, child in targets)

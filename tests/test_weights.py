@@ -216,6 +216,17 @@ def test_a_rollout_enters_no_module_of_the_trainers() -> None:
     assert_enters_no_module_of(model, lambda: engine.generate([PROMPT], PARAMS))
 
 
+def test_a_model_compiled_in_place_is_not_entered_either() -> None:
+    """nn.Module.compile puts a compiled call of the trainer's own module on the instance."""
+    model = TINY_MODELS["llama"]()
+    expected = RolloutEngine(model).generate([PROMPT], PARAMS)[0]
+    model.compile(backend="eager")
+    engine = RolloutEngine(model)
+    found = []
+    assert_enters_no_module_of(model, lambda: found.append(engine.generate([PROMPT], PARAMS)[0]))
+    assert found[0].policy_logprobs == expected.policy_logprobs
+
+
 def test_forward_patched_by_closure_is_undone_and_its_autocast_kept() -> None:
     """A plain function on the instance closes over the trainer's module; deepcopy would keep it."""
     model = TINY_MODELS["llama"]()

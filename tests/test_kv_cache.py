@@ -1,0 +1,62 @@
+"""The cache's tensors: layout, growth, copies, clearing."""
+
+import torch
+
+from rollout.kv_cache import CacheLayout, KVCache, LayerShape
+
+FULL, WINDOWED = LayerShape(2, 4, 6, None), LayerShape(1, 8, 8, 16)
+
+
+def make(num_pages: tuple[int, int] = (3, 2)) -> KVCache:
+    layout = CacheLayout.from_layers((FULL, WINDOWED, FULL), torch.float32, torch.device("cpu"))
+    cache = KVCache(layout, page_size=4)
+    cache.resize(num_pages)
+    return cache
+
+
+def test_layers_of_equal_shape_share_a_group_and_bytes_add_up() -> None:
+    cache = make()
+    assert [(g.shape, g.layers) for g in cache.layout.groups] == [(FULL, (0, 2)), (WINDOWED, (1,))]
+    assert cache.layout.windows == (None, 16)
+    assert cache.layout.page_bytes(4) == (2 * 4 * 2 * (4 + 6) * 4, 1 * 4 * 1 * (8 + 8) * 4)
+    # one null page on top in each group
+    assert cache.num_bytes == 4 * 640 + 3 * 256
+    assert [cache.group_of(layer) for layer in range(3)] == [0, 1, 0]
+
+
+def test_tokens_land_in_their_slots() -> None:
+    cache = make()
+    key = torch.arange(2 * 2 * 4.0).reshape(2, 2, 4)
+    value = torch.arange(2 * 2 * 6.0).reshape(2, 2, 6)
+    cache.layer(2).write(torch.tensor([4, 11]), key, value)  # page 1 slot 0, page 2 slot 3
+    assert torch.equal(cache.layer(2).keys[:, 1, 0], key[:, 0])
+    assert torch.equal(cache.layer(2).keys[:, 2, 3], key[:, 1])
+    assert torch.equal(cache.layer(2).values[:, 2, 3], value[:, 1])
+
+
+def test_growth_keeps_pages_and_the_null_page_stays_zero() -> None:
+    cache = make()
+    cache.clear_pages(0, torch.tensor([1, 2, 3]))
+    cache.layer(0).write(torch.tensor([5]), torch.ones(2, 1, 4), torch.ones(2, 1, 6))
+    cache.resize((9, 4))
+    assert cache.num_pages == (9, 4)
+    assert cache.layer(0).keys[:, 1, 1].eq(1).all() and cache.layer(0).keys[:, 1, 0].eq(0).all()
+    assert cache.layer(0).keys[:, 0].eq(0).all() and cache.layer(0).values[:, 0].eq(0).all()
+
+
+def test_copies_read_before_they_write() -> None:
+    """Page 1 goes to 2 while 2 goes to 3: one after the other, 3 would get page 1."""
+    cache = make()
+    cache.clear_pages(0, torch.tensor([1, 2, 3]))
+    for page in (1, 2, 3):
+        cache.layer(0).keys[:, page] = page
+    cache.copy_pages(0, torch.tensor([1, 2]), torch.tensor([2, 3]))
+    assert [float(cache.layer(0).keys[0, page, 0, 0]) for page in (1, 2, 3)] == [1, 1, 2]
+
+
+def test_release_and_remake() -> None:
+    cache = make()
+    cache.release()
+    assert cache.num_bytes == 0 and cache.num_pages == (0, 0)
+    cache.resize((1, 1))
+    assert cache.num_bytes == 2 * 640 + 2 * 256

@@ -1,0 +1,76 @@
+"""Packed linears against the plain linear they replace, and their loyalty to the weight version."""
+
+import pytest
+import torch
+from torch import nn
+
+from rollout.packing import MIN_PACKED_ROWS, PackedLinear, PackedLinears
+
+
+def make(dtype: torch.dtype, bias: bool = True) -> tuple[nn.Linear, nn.Sequential, PackedLinears]:
+    generator = torch.Generator().manual_seed(0)
+    plain = nn.Linear(48, 80, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    view = nn.Sequential(plain)
+    packed = PackedLinears(True)
+    packed.install(view)
+    return plain, view, packed
+
+
+@pytest.mark.parametrize("rows", [1, MIN_PACKED_ROWS, 33, 300])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_equals_plain(dtype: torch.dtype, bias: bool, rows: int) -> None:
+    plain, view, _ = make(dtype, bias)
+    assert type(view[0]) is PackedLinear and view[0].weight is plain.weight
+    x = torch.randn(2, rows, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.no_grad():
+        expected, found = plain(x), view(x)
+    assert found.shape == expected.shape and found.dtype == dtype
+    # bf16: one rounding of the same exact products, so at most a last bit apart
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    assert torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+def test_autocast_gives_what_autocast_gives_a_plain_linear() -> None:
+    plain, view, _ = make(torch.float32)
+    x = torch.randn(16, 48, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = plain(x), view(x)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), expected.float(), rtol=2**-7, atol=2**-7)
+    with torch.no_grad():
+        assert torch.allclose(view(x), plain(x), atol=1e-5)  # and back: the copy was fp32 of bf16
+
+
+def test_the_copy_follows_the_version_and_only_the_version() -> None:
+    plain, view, packed = make(torch.float32)
+    x = torch.randn(16, 48, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before = view(x)
+        plain.weight.mul_(2)
+        assert torch.equal(view(x), before)  # the engine's job is to say that the version changed
+        packed.version += 1
+        assert torch.allclose(view(x), plain(x), atol=1e-4)
+
+
+def test_bytes_are_reported_and_given_back() -> None:
+    _, view, packed = make(torch.float32)
+    assert packed.num_bytes == 0
+    with torch.no_grad():
+        view(torch.zeros(16, 48))
+    assert packed.num_bytes == 48 * 80 * 4
+    packed.release()
+    assert packed.num_bytes == 0
+
+
+def test_off_means_off_and_shared_modules_are_packed_once() -> None:
+    view = nn.Sequential(nn.Linear(4, 4))
+    PackedLinears(False).install(view)
+    assert type(view[0]) is nn.Linear
+    shared = nn.Linear(4, 4)
+    view = nn.Sequential(shared, nn.ReLU(), shared)
+    PackedLinears(True).install(view)
+    assert view[0] is view[2] and type(view[0]) is PackedLinear
