@@ -6,26 +6,24 @@ promises that need all of them: a change of weights is noticed before a token is
 fault stays in that request, and nothing of the trainer's model is touched.
 """
 
-import logging
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rollout.attention import make_backend
 from rollout.batch import build_batch
 from rollout.capacity import CapacityPlanner
 from rollout.config import EngineConfig
 from rollout.kv_cache import KVCache
+from rollout.meter import Meter
 from rollout.packing import PackedLinears
-from rollout.requests import Prompt, RequestBuilder
-from rollout.results import RolloutBatch
-from rollout.runner import ModelPlan, engine_mode, forward, position_limit, probe, set_attention
+from rollout.probe import ModelPlan, eos_token_ids, position_limit, probe, single_device
+from rollout.requests import Prompt, RequestBuilder, params_per_prompt, refused_completions
+from rollout.results import RolloutBatch, raise_failures, warn_when_truncated
+from rollout.runner import engine_mode, forward, set_attention
 from rollout.sampling import SamplingRow, draw
 from rollout.scheduler import Scheduler
 from rollout.scoring import score_sequences
@@ -37,13 +35,9 @@ from rollout.types import (
     DrawnToken,
     DuplicateRequestError,
     FinishReason,
-    RolloutError,
-    RolloutMetrics,
     SamplingParams,
 )
 from rollout.weights import WeightTracker, base_model_of
-
-logger = logging.getLogger("rollout")
 
 
 class RolloutEngine:
@@ -85,9 +79,7 @@ class RolloutEngine:
         self._backend = make_backend(self.config.attn_implementation)
         self._packed = PackedLinears(self.config.pack_weights)
         self._finished: list[Completion] = []
-        self._stage_seconds: defaultdict[str, float] = defaultdict(float)
-        self._counts: Counter[str] = Counter()
-        self._peak_pages = 0
+        self._meter = Meter()
         self._autocast = self._current_autocast()
         self._weights = WeightTracker(model, prepare=self._prepare_view)
         self._plan: ModelPlan
@@ -143,10 +135,9 @@ class RolloutEngine:
         """
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error={on_error!r}; allowed: 'raise', 'return'")
-        all_params = _params_per_prompt(prompts, params)
-        started, stages, counts = time.perf_counter(), self._stage_seconds.copy(), self._counts.copy()
-        self._peak_pages = 0
-        with self._stage("weights"):
+        all_params = params_per_prompt(prompts, params)
+        self._meter = Meter()
+        with self._meter.stage("weights"):
             self._notice_weights(thorough=True)
         wanted: list[tuple[str, int]] = []
         done: dict[str, list[Completion]] = {}
@@ -155,15 +146,23 @@ class RolloutEngine:
                 request_id = self.add_request(prompt, each)
             except (ValueError, TypeError) as error:
                 request_id = f"refused-{len(wanted)}"
-                done[request_id] = _refused(request_id, prompt, each.n, error)
+                done[request_id] = refused_completions(request_id, prompt, each.n, error)
             wanted.append((request_id, each.n))
         self._run(wanted, done, progress)
+        completions = [c for request_id, _ in wanted for c in sorted(done[request_id], key=lambda c: c.index)]
         batch = RolloutBatch(
-            tuple(c for request_id, _ in wanted for c in sorted(done[request_id], key=lambda c: c.index)),
-            self._metrics(wanted, done, time.perf_counter() - started, stages, counts),
+            tuple(completions),
+            self._meter.metrics(
+                completions,
+                num_requests=len(wanted),
+                weight_version=self.weight_version,
+                num_pages=sum(self._cache.num_pages),
+                cache_bytes=self._cache.num_bytes,
+                derived_bytes=self._packed.num_bytes,
+            ),
         )
-        _raise_failures(batch, on_error)
-        _warn_when_truncated(batch)
+        raise_failures(batch, on_error)
+        warn_when_truncated(batch)
         return batch
 
     def add_request(
@@ -201,7 +200,7 @@ class RolloutEngine:
         """
         with engine_mode():
             try:
-                with self._stage("weights"):
+                with self._meter.stage("weights"):
                     self._notice_weights(thorough=False)
                 self._step()
             except Exception as cause:
@@ -287,14 +286,14 @@ class RolloutEngine:
             self._finished += others  # of requests added by hand: the next step() returns them
 
     def _step(self) -> None:
-        with self._stage("schedule"):
+        with self._meter.stage("schedule"):
             self._ensure_capacity()
             plan = self._scheduler.plan()
-        self._peak_pages = max(self._peak_pages, self._scheduler.tables.num_held)
         if plan is None:
             return
+        self._meter.count_step(num_tokens=plan.num_tokens, pages_held=self._scheduler.tables.num_held)
         layout = self._plan.layout
-        with self._stage("build"):
+        with self._meter.stage("build"):
             batch = build_batch(
                 plan,
                 page_size=self.config.page_size,
@@ -302,15 +301,13 @@ class RolloutEngine:
                 dtype=layout.dtype,
                 device=self._device,
             )
-        with self._stage("forward"):
+        with self._meter.stage("forward"):
             logits = forward(self._weights.view, self._plan, batch, self._cache, self._backend)
         drawing = plan.drawing()
-        with self._stage("sample"):
+        with self._meter.stage("sample"):
             drawn = draw(logits, [_sampling_row(s) for s in drawing], batch.logit_rows) if drawing else ()
-        with self._stage("commit"):
+        with self._meter.stage("commit"):
             self._commit(plan, drawing, drawn)
-        self._counts["steps"] += 1
-        self._counts["computed"] += plan.num_tokens
 
     def _commit(self, plan: StepPlan, drawing: list[Sample], drawn: Sequence[DrawnToken | Exception]) -> None:
         self._scheduler.commit(plan)
@@ -393,70 +390,6 @@ class RolloutEngine:
         kind = self._device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._stage_seconds[name] += time.perf_counter() - started
-
-    def _metrics(
-        self,
-        wanted: list[tuple[str, int]],
-        done: dict[str, list[Completion]],
-        seconds: float,
-        stages: dict[str, float],
-        counts: Counter[str],
-    ) -> RolloutMetrics:
-        completions = [c for request_id, _ in wanted for c in done[request_id]]
-        return RolloutMetrics(
-            num_requests=len(wanted),
-            num_completions=len(completions),
-            prompt_tokens=sum(len(c.prompt_ids) for c in completions),
-            generated_tokens=sum(len(c.token_ids) for c in completions),
-            computed_tokens=self._counts["computed"] - counts["computed"],
-            cached_tokens=sum(c.cached_tokens for c in completions),
-            num_steps=self._counts["steps"] - counts["steps"],
-            num_preemptions=sum(c.num_preemptions for c in completions),
-            peak_pages=self._peak_pages,
-            num_pages=sum(self._cache.num_pages),
-            cache_bytes=self._cache.num_bytes,
-            derived_bytes=self._packed.num_bytes,
-            truncated_fraction=sum(c.is_truncated for c in completions) / max(1, len(completions)),
-            weight_version=self.weight_version,
-            seconds=seconds,
-            seconds_by_stage={
-                name: total - stages.get(name, 0.0) for name, total in self._stage_seconds.items()
-            },
-        )
-
-
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Union of the EOS ids that generation config, model config and tokenizer name."""
-    named: list[int | list[int] | None] = [model.config.get_text_config().eos_token_id]
-    if model.generation_config is not None:
-        named.append(model.generation_config.eos_token_id)
-    if tokenizer is not None:
-        named.append(tokenizer.eos_token_id)
-    ids: set[int] = set()
-    for value in named:
-        if value is not None:
-            ids.update([value] if isinstance(value, int) else value)
-    return frozenset(ids)
-
-
-def single_device(model: nn.Module) -> torch.device:
-    """The device of all parameters.
-
-    Raises:
-        ValueError: they lie on several devices.
-    """
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1:
-        raise ValueError(f"the model's parameters lie on {sorted(map(str, devices))}; put all on one device")
-    return devices.pop()
-
 
 def _end_reason(sequence: Sample, token: int, position_limit: int) -> FinishReason | None:
     """Whether the token just drawn ends the sequence; notes what matched on the sequence."""
@@ -489,61 +422,6 @@ def _sampling_row(sequence: Sample) -> SamplingRow:
         noise_key=request.noise_key,
         index=sequence.index,
     )
-
-
-def _params_per_prompt(
-    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        raise TypeError(f"prompts has type {type(prompts).__name__}; give a list with one entry per prompt")
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(f"{len(params)} params for {len(prompts)} prompts; give one, or one per prompt")
-    for each in params:
-        if not isinstance(each, SamplingParams):
-            raise TypeError(f"params holds a {type(each).__name__}; give SamplingParams")
-    return list(params)
-
-
-def _refused(request_id: str, prompt: Prompt, n: int, error: Exception) -> list[Completion]:
-    ids = prompt if isinstance(prompt, (list, tuple)) and all(isinstance(t, int) for t in prompt) else ()
-    return [
-        Completion(
-            request_id=request_id,
-            index=index,
-            prompt_ids=tuple(ids),
-            token_ids=(),
-            logprobs=(),
-            policy_logprobs=(),
-            log_kept_mass=(),
-            versions=(),
-            finish_reason=FinishReason.ERROR,
-            error=error,
-        )
-        for index in range(n)
-    ]
-
-
-def _raise_failures(batch: RolloutBatch, on_error: str) -> None:
-    if not batch.failed or on_error == "return":
-        return
-    first = batch.failed[0]
-    raise RolloutError(
-        f"{len(batch.failed)} of {len(batch)} completions failed; first: {first.request_id} with "
-        f"{type(first.error).__name__}: {first.error} (error.batch holds all completions; "
-        "on_error='return' gives them without raising)",
-        batch,
-    ) from first.error
-
-
-def _warn_when_truncated(batch: RolloutBatch) -> None:
-    if len(batch) >= 8 and batch.metrics.truncated_fraction > 0.9:
-        logger.warning(
-            "%d%% of %d completions were cut short by a limit; raise max_new_tokens if that is not meant",
-            round(100 * batch.metrics.truncated_fraction),
-            len(batch),
-        )
 
 
 def _rank() -> int:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rollout.sequence import Request
 from rollout.sequence import Sequence as Sample
 from rollout.text import StopTextFinder
-from rollout.types import SamplingParams
+from rollout.types import Completion, FinishReason, SamplingParams
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]] | Tensor
 """Token ids, text, or chat messages (the last two need a tokenizer)."""
@@ -149,3 +149,37 @@ class RequestBuilder:
         if params.seed is not None:
             return (params.seed, zlib.crc32(array("q", ids).tobytes()), 0)
         return (self._seed, ordinal & 0xFFFFFFFF, self._rank + 1)
+
+
+def params_per_prompt(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise TypeError(f"prompts has type {type(prompts).__name__}; give a list with one entry per prompt")
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"{len(params)} params for {len(prompts)} prompts; give one, or one per prompt")
+    for each in params:
+        if not isinstance(each, SamplingParams):
+            raise TypeError(f"params holds a {type(each).__name__}; give SamplingParams")
+    return list(params)
+
+
+def refused_completions(request_id: str, prompt: Prompt, n: int, error: Exception) -> list[Completion]:
+    ids = prompt if isinstance(prompt, (list, tuple)) and all(isinstance(t, int) for t in prompt) else ()
+    return [
+        Completion(
+            request_id=request_id,
+            index=index,
+            prompt_ids=tuple(ids),
+            token_ids=(),
+            logprobs=(),
+            policy_logprobs=(),
+            log_kept_mass=(),
+            versions=(),
+            finish_reason=FinishReason.ERROR,
+            error=error,
+        )
+        for index in range(n)
+    ]

@@ -5,13 +5,16 @@ Completions are plain tuples, one per sample; this room only counts, groups and 
 Letters: B completions, P longest prompt, T longest completion.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
 import torch
 
-from rollout.types import Completion, RolloutMetrics, require_int
+from rollout.types import Completion, RolloutError, RolloutMetrics, require_int
+
+logger = logging.getLogger("rollout")
 
 NO_VERSION = -1  # below every weight version, so that padding cannot be taken for a drawn token
 
@@ -132,3 +135,24 @@ def _pad(
     full = [pad + row if left else row + pad for row, pad in zip(rows, padding, strict=True)]
     # no rows, or only empty ones, leave torch no width to see
     return torch.tensor(full, dtype=dtype, device=device).reshape(len(rows), width)
+
+
+def raise_failures(batch: RolloutBatch, on_error: str) -> None:
+    if not batch.failed or on_error == "return":
+        return
+    first = batch.failed[0]
+    raise RolloutError(
+        f"{len(batch.failed)} of {len(batch)} completions failed; first: {first.request_id} with "
+        f"{type(first.error).__name__}: {first.error} (error.batch holds all completions; "
+        "on_error='return' gives them without raising)",
+        batch,
+    ) from first.error
+
+
+def warn_when_truncated(batch: RolloutBatch) -> None:
+    if len(batch) >= 8 and batch.metrics.truncated_fraction > 0.9:
+        logger.warning(
+            "%d%% of %d completions were cut short by a limit; raise max_new_tokens if that is not meant",
+            round(100 * batch.metrics.truncated_fraction),
+            len(batch),
+        )

@@ -1,25 +1,25 @@
 """From logits to drawn tokens, each with the three numbers that a trainer needs.
 
-Owns the meaning of SamplingParams: penalties, masks, processors, temperature, truncation, the draw and
-the error of a row. Rows never meet: a token depends on its own logits, params and noise only. Does not
-own the logits (never written to) or any random state (see :mod:`rollout.noise`).
+Owns temperature, truncation, the draw and the error of a row; what comes before the temperature is
+:mod:`rollout.processing`. Rows never meet: a token depends on its own logits, params and noise only.
+Does not own the logits (never written to) or any random state (see :mod:`rollout.noise`).
 
 Legend: L rows of logits, R rows drawn in a call, C rows of one chunk, V vocabulary, B blocks of
-BLOCK tokens, K candidates of a truncated row, W width of a padded matrix of ids.
+BLOCK tokens, K candidates of a truncated row.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rollout.noise import uniforms
-from rollout.types import DrawnToken, NonFiniteLogits, SamplingParams
+from rollout.processing import SamplingRow, process
+from rollout.types import DrawnToken, NonFiniteLogits
 
 BLOCK = 256
 """Tokens per block of the two-level draw: few enough blocks to accumulate in float64 for free."""
@@ -40,53 +40,6 @@ class Mode(Enum):
     GREEDY = "greedy"
     PLAIN = "plain"
     TRUNCATED = "truncated"
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """Whose token is drawn, and how."""
-
-    params: SamplingParams
-    ids: Sequence[int]
-    """Prompt and generated tokens so far."""
-    prompt_len: int
-    ending_ids: frozenset[int]
-    """Every id that ends the request; masked until ``min_new_tokens`` are generated."""
-    noise_key: tuple[int, int, int]
-    """(seed < 2**63, stream_lo < 2**32, stream_hi < 2**32)."""
-    index: int
-    """Which of the request's ``n`` samples this is."""
-
-    @property
-    def position(self) -> int:
-        """Number of generated tokens."""
-        return len(self.ids) - self.prompt_len
-
-    @property
-    def has_counts(self) -> bool:
-        """Whether presence or frequency penalties change a logit of this draw."""
-        return self.position > 0 and bool(self.params.presence_penalty or self.params.frequency_penalty)
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether the ending ids are still forbidden."""
-        return self.position < self.params.min_new_tokens and bool(self.ending_ids)
-
-    @property
-    def is_processed(self) -> bool:
-        """Whether anything changes the logits before the temperature does."""
-        params = self.params
-        touched = (
-            bool(params.logit_bias) or params.repetition_penalty != 1.0 or bool(params.logits_processors)
-        )
-        return touched or self.has_counts or self.has_mask
-
-    def mode(self, vocab: int) -> Mode:
-        params = self.params
-        if params.is_greedy:
-            return Mode.GREEDY
-        cut = 0 < (params.top_k or 0) < vocab or params.top_p < 1.0 or params.min_p > 0.0
-        return Mode.TRUNCATED if cut else Mode.PLAIN
 
 
 class Knobs(NamedTuple):
@@ -133,7 +86,7 @@ def draw(
     vocab = logits.shape[1]
     assert all(0 <= source < len(logits) for source in sources)
     failures = _id_errors(rows, vocab)
-    kinds = {i: (r.is_processed, r.mode(vocab).value) for i, r in enumerate(rows) if i not in failures}
+    kinds = {i: (r.is_processed, _mode(r, vocab).value) for i, r in enumerate(rows) if i not in failures}
     order = sorted(kinds, key=kinds.__getitem__)
     if not order:
         return tuple(failures[i] for i in range(len(rows)))
@@ -173,6 +126,14 @@ def score(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
 
 
 # ---- chunks: same kind of rows, bounded memory
+
+
+def _mode(row: SamplingRow, vocab: int) -> Mode:
+    params = row.params
+    if params.is_greedy:
+        return Mode.GREEDY
+    cut = 0 < (params.top_k or 0) < vocab or params.top_p < 1.0 or params.min_p > 0.0
+    return Mode.TRUNCATED if cut else Mode.PLAIN
 
 
 def _chunk_len(logits: Tensor) -> int:
@@ -231,9 +192,9 @@ def _draw_chunk(
     spread = policy
     failures: dict[int, Exception] = {}
     if rows[0].is_processed:
-        scores, failures = _process(raw, rows)
+        scores, failures = process(raw, rows)
         spread = _spread(scores, knobs, heated, weights)
-    mode = rows[0].mode(raw.shape[1])
+    mode = _mode(rows[0], raw.shape[1])
     log_kept = torch.zeros_like(knobs.uniform)
     if mode is Mode.GREEDY:
         token = scores.max(dim=-1).indices  # the first of equals
@@ -378,95 +339,6 @@ def _pick_among(scores: Tensor, ids: Tensor, spread: Spread, knobs: Knobs) -> tu
     is_cut = (possible & ~keep).any(dim=-1)
     log_kept = (cumulative[:, -1] / spread.total[:, 0]).log().clamp(max=0.0).where(is_cut, 0.0)
     return token[:, 0], log_kept, is_proven
-
-
-# ---- what changes the logits before the temperature does
-
-
-def _process(raw: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, dict[int, Exception]]:
-    """Scores [C, V] float32 after bias, penalties, masks and processors, and the processors' errors."""
-    vocab = raw.shape[1]
-    padded = torch.nn.functional.pad(raw, (0, 1))  # the extra column swallows padding ids
-    _add_bias(padded, rows)
-    _penalise_repetition(padded, rows)
-    _penalise_counts(padded, rows)
-    _mask_endings(padded, rows)
-    scores = padded[:, :vocab]
-    failures: dict[int, Exception] = {}
-    for c, row in enumerate(rows):
-        try:
-            _run_processors(scores[c : c + 1], row)
-        except Exception as error:  # the caller's code: whatever it raises belongs to its row alone
-            failures[c] = error
-    return scores, failures
-
-
-def _add_bias(padded: Tensor, rows: Sequence[SamplingRow]) -> None:
-    biases = [row.params.logit_bias for row in rows]
-    if any(biases):
-        ids = _padded([list(bias) for bias in biases], padded.shape[1] - 1, padded.device)
-        amounts = _padded([list(bias.values()) for bias in biases], 0.0, padded.device)
-        padded.scatter_add_(1, ids, amounts)
-
-
-def _penalise_repetition(padded: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Prompt and generated tokens alike, once each however often they occur."""
-    penalties = [row.params.repetition_penalty for row in rows]
-    if all(penalty == 1.0 for penalty in penalties):
-        return
-    sink = padded.shape[1] - 1
-    seen = [row.ids if row.params.repetition_penalty != 1.0 else () for row in rows]
-    # A prompt may hold ids that the head cannot produce (embeddings larger than the head).
-    ids = _padded(seen, sink, padded.device).clamp_(max=sink)
-    penalty = _padded([[penalty] for penalty in penalties], 1.0, padded.device)
-    found = padded.gather(1, ids)
-    padded.scatter_(1, ids, torch.where(found < 0, found * penalty, found / penalty))
-
-
-def _penalise_counts(padded: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Presence and frequency, over generated tokens only."""
-    if not any(row.has_counts for row in rows):
-        return
-    all_ids, amounts = [], []
-    for row in rows:
-        generated = row.ids[row.prompt_len :] if row.has_counts else ()
-        ids, counts = np.unique(np.array(generated, dtype=np.int64), return_counts=True)
-        all_ids.append(ids)
-        amounts.append(-(row.params.frequency_penalty * counts + row.params.presence_penalty))
-    ids_matrix = _padded(all_ids, padded.shape[1] - 1, padded.device)
-    padded.scatter_add_(1, ids_matrix, _padded(amounts, 0.0, padded.device))
-
-
-def _mask_endings(padded: Tensor, rows: Sequence[SamplingRow]) -> None:
-    if any(row.has_mask for row in rows):
-        endings = [sorted(row.ending_ids) if row.has_mask else () for row in rows]
-        padded.scatter_(1, _padded(endings, padded.shape[1] - 1, padded.device), -math.inf)
-
-
-def _run_processors(scores: Tensor, row: SamplingRow) -> None:
-    """Replace ``scores`` [1, V] by what the row's processors make of them."""
-    if not row.params.logits_processors:
-        return
-    ids = torch.tensor([list(row.ids)], dtype=torch.int64, device=scores.device)
-    current = scores.clone()  # a processor may write into it or keep it
-    for processor in row.params.logits_processors:
-        current = processor(ids, current)
-        if not isinstance(current, Tensor) or current.shape != scores.shape:
-            got = tuple(current.shape) if isinstance(current, Tensor) else type(current).__name__
-            raise ValueError(
-                f"logits processor {processor!r} returned {got}; it must return a tensor of shape "
-                f"{tuple(scores.shape)}, that of the scores it was given"
-            )
-    scores.copy_(current)
-
-
-def _padded(lists: Sequence[Sequence[Any] | np.ndarray], fill: int | float, device: torch.device) -> Tensor:
-    """Ragged lists as one [C, W] matrix: int64 for an int ``fill``, float32 for a float one."""
-    dtypes = (np.int64, torch.int64) if isinstance(fill, int) else (np.float64, torch.float32)
-    matrix = np.full((len(lists), max(len(items) for items in lists)), fill, dtype=dtypes[0])
-    for line, items in zip(matrix, lists, strict=True):
-        line[: len(items)] = items
-    return torch.from_numpy(matrix).to(device, dtypes[1])  # torch rounds 1e300 to inf without a warning
 
 
 # ---- results and errors

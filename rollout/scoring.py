@@ -12,8 +12,9 @@ from torch import nn
 from rollout.attention import AttentionBackend
 from rollout.batch import build_batch
 from rollout.kv_cache import KVCache
+from rollout.probe import ModelPlan
 from rollout.requests import Prompt, RequestBuilder
-from rollout.runner import ModelPlan, forward
+from rollout.runner import forward
 from rollout.sampling import score
 from rollout.sequence import PlannedRow, StepPlan
 from rollout.sequence import Sequence as Sample

@@ -106,7 +106,7 @@ def test_a_config_is_frozen_and_keyword_only() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.page_size = 8  # type: ignore[misc]
     with pytest.raises(TypeError):
-        EngineConfig(8)  # type: ignore[misc]
+        EngineConfig(8)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="page_size=1"):
         dataclasses.replace(config, page_size=1)
 

@@ -361,7 +361,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.held.update(pages)
         self.idle = [page for page in self.idle if page not in pages]
 
-    @precondition(lambda self: set(self.held) - set(self.key_of))
+    @precondition(lambda self: bool(set(self.held) - set(self.key_of)))
     @rule(data=st.data(), key=st.sampled_from([b"a", b"b", b"c", b"d"]))
     def register(self, data: st.DataObject, key: bytes) -> None:
         page = data.draw(st.sampled_from(sorted(set(self.held) - set(self.key_of))))

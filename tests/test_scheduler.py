@@ -483,7 +483,7 @@ def test_the_youngest_itself_goes_when_it_is_the_one_without_room() -> None:
     assert driver.all[1].cached_tokens == 0, "its own page is no saving"
 
 
-def test_nobody_is_admitted_in_the_step_that_preempts() -> None:
+def test_a_preempted_sequence_is_next_in_the_queue() -> None:
     driver = Driver(num_pages=3)
     driver.submit([1] * 4, max_new_tokens=6)
     driver.submit([2] * 4, max_new_tokens=2)
@@ -554,6 +554,16 @@ def test_a_window_serves_a_prompt_that_never_fits_whole() -> None:
     driver.drain()
     assert sequence.finish_reason is FinishReason.LENGTH
     assert sequence.num_preemptions == 0
+
+
+def test_a_window_lets_a_long_prompt_start_beside_others_though_it_never_fits_whole() -> None:
+    # 61 tokens are 16 pages of 8; in chunks, a window of 6 needs 5, and 7 are free
+    driver = Driver(num_pages=8, windows=(6,), max_batch_tokens=8)
+    driver.submit([9, 9], max_new_tokens=20)
+    driver.submit(list(range(60)), max_new_tokens=1)
+    assert rows(driver.step()) == [("r0.0", 0, 2), ("r1.0", 0, 6)]
+    driver.drain()
+    assert [s.num_preemptions for s in driver.all] == [0, 0]
 
 
 # ---- ends -------------------------------------------------------------------------------------
@@ -673,6 +683,16 @@ def test_recompute_sends_running_sequences_through_the_new_weights() -> None:
     assert [s.versions for s in driver.all] == [[0, 0, 1, 1], [1, 1]]
     assert [s.finish_reason for s in driver.all] == [FinishReason.LENGTH] * 2
     assert driver.scheduler.num_preemptions == 0, "nobody ran out of room"
+
+
+def test_recompute_keeps_the_order_of_service() -> None:
+    driver = Driver(num_pages=8, max_requests_per_batch=2)
+    for token in range(4):
+        driver.submit([token], max_new_tokens=5)
+    driver.step()
+    driver.change_weights("recompute")
+    assert names(driver.scheduler.waiting) == ["r0.0", "r1.0", "r2.0", "r3.0"]
+    driver.drain()
 
 
 def test_keep_goes_on_with_the_old_keys_and_hides_them_from_others() -> None:

@@ -393,13 +393,14 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 @given(
     histories=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=6),
     ids=st.lists(st.integers(0, 1), min_size=1, max_size=24),
-    windows=st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=2),
+    windows=st.lists(st.none() | st.integers(2, 12), min_size=1, max_size=2),
     chunk=st.integers(1, 9),
 )
 def test_the_longest_computed_prefix_is_found(
     histories: list[list[int]], ids: list[int], windows: list[int | None], chunk: int
 ) -> None:
-    """With pages in plenty, nothing that was ever computed is lost, windows or not."""
+    """With pages in plenty, nothing that was ever computed is lost, windows or not. (A window of 1
+    sees no earlier key, so there a prefix is found that nobody ever computed, and rightly.)"""
     tables = make_tables(tuple(windows), num_pages=100)
     holders = []
     for history in histories:

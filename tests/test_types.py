@@ -146,7 +146,7 @@ def test_zero_temperature_means_greedy() -> None:
 
 def test_unknown_and_positional_arguments_are_refused() -> None:
     with pytest.raises(TypeError):
-        SamplingParams(16)  # type: ignore[misc]
+        SamplingParams(16)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="max_tokens"):
         SamplingParams(max_tokens=16)  # type: ignore[call-arg]
 
@@ -233,7 +233,7 @@ def test_results_are_frozen() -> None:
 
 def metrics(**changes: Any) -> RolloutMetrics:
     values = {f.name: 0 for f in dataclasses.fields(RolloutMetrics)}
-    return RolloutMetrics(**(values | {"seconds_by_stage": {}} | changes))  # type: ignore[arg-type]
+    return RolloutMetrics(**(values | {"seconds_by_stage": {}} | changes))
 
 
 def test_metrics_give_a_flat_dict_of_numbers() -> None:
@@ -252,7 +252,7 @@ def test_no_time_gives_no_speed() -> None:
 
 def test_reasons_compare_and_print_as_their_words() -> None:
     assert FinishReason("eos") is FinishReason.EOS
-    assert FinishReason.EOS == "eos" and f"{FinishReason.EOS}" == "eos"
+    assert ["eos"] == [FinishReason.EOS] and f"{FinishReason.EOS}" == "eos"
 
 
 def test_errors_are_of_the_kind_that_callers_catch() -> None:
