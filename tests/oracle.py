@@ -21,7 +21,7 @@ def oracle_logits(model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
             logits: torch.Tensor = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
     finally:
         model.train(was_training)
-    return logits.float()
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def oracle_logprobs(

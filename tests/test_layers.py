@@ -24,11 +24,13 @@ ALLOWED: dict[str, set[str]] = {
     "sequence": {"types"},
     "tables": {"pages", "sequence"},
     "scheduler": {"config", "sequence", "tables", "types"},
+    "meter": {"types"},
     # lists become tensors
     "kv_cache": set(),
     "batch": {"sequence"},
     "results": {"types"},
-    "sampling": {"noise", "types"},
+    "processing": {"types"},
+    "sampling": {"noise", "processing", "types"},
     "capacity": {"config", "kv_cache", "sequence", "tables"},
     # the model
     "packing": set(),
@@ -38,12 +40,14 @@ ALLOWED: dict[str, set[str]] = {
     "attention.eager": {"attention.backend", "batch", "kv_cache"},
     "attention.sdpa": {"attention.backend", "batch", "kv_cache"},
     "attention": {"attention.backend", "attention.eager", "attention.sdpa"},
-    "runner": {"attention", "batch", "kv_cache", "types"},
+    "probe": {"kv_cache", "types"},
+    "runner": {"attention", "batch", "kv_cache", "probe"},
     "requests": {"sequence", "text", "types"},
     "scoring": {
         "attention",
         "batch",
         "kv_cache",
+        "probe",
         "requests",
         "runner",
         "sampling",
@@ -58,7 +62,9 @@ ALLOWED: dict[str, set[str]] = {
         "capacity",
         "config",
         "kv_cache",
+        "meter",
         "packing",
+        "probe",
         "requests",
         "results",
         "runner",
@@ -75,15 +81,15 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"attention", "config", "demo_model", "engine", "requests", "results", "types"},
     "__main__": {"cli"},
 }
-HOST_ROOMS = ["types", "noise", "text", "pages", "config", "sequence", "tables", "scheduler"]
+HOST_ROOMS = ["types", "noise", "text", "pages", "config", "sequence", "tables", "scheduler", "meter"]
 MAY_IMPORT_TRANSFORMERS = {
     "attention",
     "bench",
     "cli",
     "demo_model",
     "engine",
+    "probe",
     "requests",
-    "runner",
     "weights",
 }
 
