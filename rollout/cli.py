@@ -107,7 +107,7 @@ SAMPLING_OPTIONS = (
     Option("ignore_eos", "do not end at the model's EOS tokens", {"action": "store_true"}),
 )
 ENGINE_OPTIONS = (
-    # not SamplingParams.seed: that one would give every line the same noise
+    # not SamplingParams.seed: under that one equal lines would draw equal samples
     Option("seed", "same seed, prompts and settings: same completions", INT),
     Option("page_size", "tokens per page of the cache", INT),
     Option("num_blocks", "pages of the cache per layer group", INT),
