@@ -26,6 +26,7 @@ from rollout.engine import RolloutEngine
 from rollout.types import RolloutMetrics, SamplingParams
 
 TOPICS = ("the sea", "a clock", "bread", "winter", "a bridge", "chess", "copper", "sleep")
+WARM_UP_TOKENS = 4
 ASKS = ("Tell me a short story about {}.", "What should a child know about {}?")
 
 
@@ -41,6 +42,10 @@ class Workload:
     def num_tokens(self) -> int:
         """Tokens that one run generates."""
         return sum(map(sum, self.lengths))
+
+    def shortened(self, cap: int) -> "Workload":
+        """The same requests with at most ``cap`` tokens each, for warming up."""
+        return replace(self, lengths=tuple(tuple(min(length, cap) for length in row) for row in self.lengths))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,18 +151,19 @@ Peer = EnginePeer | TransformersPeer
 def measure(
     peers: Sequence[tuple[str, Callable[[], Peer]]], workload: Workload, rounds: int
 ) -> list[Measurement]:
-    """Run the peers in turn, ``rounds`` times after one warm-up round each."""
+    """Run the peers in turn, ``rounds`` times after a short warm-up each."""
     made = [(name, make()) for name, make in peers]
     speeds: dict[str, list[float]] = {name: [] for name, _ in made}
     with tqdm(total=(rounds + 1) * len(made), unit="run") as bar:
         for round_number in range(rounds + 1):
             for name, peer in made:
                 bar.set_description(name)
+                load = workload if round_number > 0 else workload.shortened(WARM_UP_TOKENS)
                 started = time.perf_counter()
-                tokens = peer.run(workload)
+                tokens = peer.run(load)
                 seconds = time.perf_counter() - started
-                if tokens != workload.num_tokens:
-                    raise RuntimeError(f"{name} generated {tokens} tokens, {workload.num_tokens} were asked")
+                if tokens != load.num_tokens:
+                    raise RuntimeError(f"{name} generated {tokens} tokens, {load.num_tokens} were asked")
                 if round_number > 0:
                     speeds[name].append(tokens / seconds)
                 bar.update()

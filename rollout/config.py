@@ -16,6 +16,9 @@ MIN_BATCH_TOKENS = 256
 SCHEDULER_SAFETY_MARGINS = {"fifo": 0.15, "prefill_first": 0.0}
 WEIGHT_CHANGE_POLICIES = ("recompute", "keep", "cancel")
 DEFAULT_MEMORY_SHARE = 0.5
+ALWAYS_SO = frozenset({"return_logprobs", "per_request_processors", "drop_unsupported_processors"})
+"""Settings of transformers that choose what is always the case here: logprobs are returned, every
+request has parameters of its own, and no processor is ever dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +150,8 @@ class EngineConfig:
         values, refused = {}, []
         for f in fields(config):
             value = getattr(config, f.name)
-            if f.name == "return_logprobs" or f.name == "per_request_processors":
-                continue  # always on here, whatever is asked
+            if f.name in ALWAYS_SO:
+                continue
             if f.name in known:
                 if value is not None:
                     values[f.name] = value

@@ -30,6 +30,7 @@ class _Draft:
     copies: list[PageCopy] = field(default_factory=list)
     fresh: list[list[int]] = field(default_factory=list)
     planned: set[int] = field(default_factory=set)  # id() of sequences that have a row
+    lacks_room: bool = False  # a fork found no room: pages are promised, none are left to admit with
 
     def freeze(self) -> StepPlan:
         return StepPlan(
@@ -168,6 +169,8 @@ class Scheduler:
             self._send_back(sequence)
         self._running.clear()
         self.tables = tables
+        for sequence in self.waiting:
+            sequence.reset_tables(tables.num_groups)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages away; it is computed again when there is room."""
@@ -239,17 +242,17 @@ class Scheduler:
             length = min(
                 sequence.num_uncomputed, draft.budget, self.tables.room(sequence) - sequence.num_computed
             )
-            if length <= 0:
-                self.tables.release(sequence)
-                if not self._running:
-                    self.finish(sequence, FinishReason.CACHE_FULL)
-                    continue
-                return
+            if length <= 0:  # preempted when it was as long as the cache, and alone now
+                assert not self._running, "a sequence was found to fit and has no room"
+                self.finish(sequence, FinishReason.CACHE_FULL)
+                continue
             self._waiting.popleft()
             self._start(sequence)
             if sequence.num_generated == 0:
                 sequence.cached_tokens = cached
             self._add_row(draft, sequence, length)
+            if draft.lacks_room:
+                return
 
     def _fits_in_chunks(self, sequence: Sequence, needed: list[int]) -> bool:
         """Whether only windowed groups lack room, which chunked prefill recycles as it goes."""
@@ -264,7 +267,7 @@ class Scheduler:
         end = sequence.num_computed + length
         copies, fresh = self.tables.extend(sequence, end)
         self.tables.register(sequence, end)
-        forks = self._start_forks(sequence) if end == len(sequence.ids) else ()
+        forks = self._start_forks(draft, sequence) if end == len(sequence.ids) else ()
         draft.rows.append(
             PlannedRow(sequence=sequence, start=sequence.num_computed, length=length, forks=forks)
         )
@@ -274,7 +277,7 @@ class Scheduler:
         draft.planned.update(id(s) for s in (sequence, *forks))
         draft.budget -= length
 
-    def _start_forks(self, parent: Sequence) -> tuple[Sequence, ...]:
+    def _start_forks(self, draft: _Draft, parent: Sequence) -> tuple[Sequence, ...]:
         """Start held-back samples on the pages of ``parent``; those without room are queued."""
         held = self._held.pop(parent.request.ordinal, [])
         assert not held or parent.num_generated == 0
@@ -283,6 +286,7 @@ class Scheduler:
             # each will soon need a page of its own in every group
             soon = [len(forks) + 1] * self.tables.num_groups
             if len(self._running) >= self._max_running or not self.tables.is_available(soon, self._margin):
+                draft.lacks_room = True
                 break
             self.tables.fork(parent, child)
             child.cached_tokens = len(child.request.prompt_ids)

@@ -79,8 +79,13 @@ class Sequence:
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
-        self.tables = [[] for _ in range(self.num_groups)]
-        self.first_page = [0] * self.num_groups
+        self.reset_tables(self.num_groups)
+
+    def reset_tables(self, num_groups: int) -> None:
+        """Start with empty tables for that many layer groups."""
+        self.num_groups = num_groups
+        self.tables = [[] for _ in range(num_groups)]
+        self.first_page = [0] * num_groups
 
     @property
     def num_generated(self) -> int:
