@@ -111,7 +111,7 @@ class TransformersPeer:
 
     name = "transformers continuous batching"
 
-    def __init__(self, model: PreTrainedModel, page_size: int) -> None:
+    def __init__(self, model: PreTrainedModel, page_size: int = 256) -> None:
         self._model = model
         self._attention = model.config._attn_implementation
         self._manager: Any = model.init_continuous_batching(  # type: ignore[operator]

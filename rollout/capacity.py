@@ -78,9 +78,10 @@ class CapacityPlanner:
     def log(self, num_pages: tuple[int, ...]) -> None:
         """Tell the chosen size."""
         logger.info(
-            "key/value cache: %s pages of %d tokens, %.1f MiB of %s on %s",
+            "key/value cache: %s pages of %d tokens, %d bytes (%.1f MiB) of %s on %s",
             " + ".join(map(str, num_pages)),
             self._config.page_size,
+            self._bytes(num_pages),
             self._bytes(num_pages) / 2**20,
             self._layout.dtype,
             self._layout.device,

@@ -11,15 +11,12 @@ user gave is wrong, 130 when interrupted (nothing is written in both cases).
 
 import argparse
 import json
-import math
-import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -28,27 +25,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from rollout.attention import BACKENDS
+from rollout.bench import EnginePeer, TransformersPeer, grpo_workload, host_facts, measure
 from rollout.config import SCHEDULER_SAFETY_MARGINS, EngineConfig
 from rollout.demo_model import demo_model
 from rollout.engine import RolloutEngine
-from rollout.requests import Prompt
+from rollout.jsonl import STDIO, completion_record, named_error, open_output, read_prompts
 from rollout.results import RolloutBatch
-from rollout.types import Completion, SamplingParams
+from rollout.types import SamplingParams
 
-STDIO = "-"
 DEMO = "demo"
 USER_ERRORS = (ValueError, TypeError, OSError)  # UnsupportedModelError is a ValueError
 MEMORY_UNITS = {"": 2**30, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 MEMORY_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 MAX_BARE_GIB = 2**20  # a number without a unit above this was meant as bytes
-
-LINE_PARAMS = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_processors")
-"""Sampling parameters that a line of the prompts file can set: those that JSON can write."""
-PROMPT_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "prompt": ("a string", lambda value: isinstance(value, str)),
-    "prompt_ids": ("a list of whole numbers", lambda value: _is_list_of(int, value)),
-    "messages": ("a list of chat messages, which are objects", lambda value: _is_list_of(dict, value)),
-}
 
 
 def memory_size(text: str) -> int:
@@ -151,6 +140,7 @@ def _parser() -> Parser:
     parser = Parser(prog="rollout", description="Rollouts for reinforcement learning.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="complete the prompts of a JSONL file"))
+    _add_bench(commands.add_parser("bench", help="measure beside transformers' continuous batching"))
     return parser
 
 
@@ -175,6 +165,42 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
             option.add_to(group, owner)
 
 
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run the grpo workload (32 chat prompts, 4 samples each, lengths exponential with mean 64 and at "
+        "most 256) on this engine and on transformers' continuous batching in turn; prints a table and JSON."
+    )
+    parser.set_defaults(run=_bench)
+    parser.add_argument(
+        "--model", default=DEMO, help=f"folder or hub id (default: {DEMO}, a small real model)"
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of the weights")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measured rounds (default: 3)")
+
+
+def _bench(args: argparse.Namespace) -> int:
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: give at least 1")
+    (model, tokenizer), (other, _) = (load_model(args.model, args.dtype, "auto") for _ in range(2))
+    results = measure(
+        [
+            ("rollout", lambda: EnginePeer(model, EngineConfig())),
+            ("transformers continuous batching", lambda: TransformersPeer(other)),
+        ],
+        grpo_workload(tokenizer),
+        args.rounds,
+    )
+    table = Table("peer", "median tokens/s", "rounds", title=f"grpo, {args.dtype}")
+    for result in results:
+        rounds = ", ".join(f"{speed:.1f}" for speed in result.tokens_per_second)
+        table.add_row(result.name, f"{result.median:.1f}", rounds)
+    ratio = results[0].median / results[1].median
+    Console(stderr=True).print(table, f"ratio of the medians: {ratio:.2f}")
+    facts = {"dtype": args.dtype, "ratio": ratio, "host": host_facts()}
+    print(json.dumps(facts | {result.name: result.tokens_per_second for result in results}))
+    return 0
+
+
 def _given(args: argparse.Namespace, options: Sequence[Option]) -> dict[str, Any]:
     return {option.name: getattr(args, option.name) for option in options if option.name in args}
 
@@ -186,7 +212,7 @@ def _generate(args: argparse.Namespace) -> int:
     lines = read_prompts(args.prompts, base)
     if STDIO != args.out and Path(args.prompts).resolve() == Path(args.out).resolve():
         raise ValueError(f"--prompts and --out are both {args.out}; the prompts would be lost")
-    with _output(args.out) as out:  # opened first: an hour's work must not end at a wrong folder
+    with open_output(args.out) as out:  # opened first: an hour's work must not end at a wrong folder
         if args.no_progress:
             transformers_logging.disable_progress_bar()
         model, tokenizer = load_model(args.model, args.dtype, args.device)
@@ -199,89 +225,16 @@ def _generate(args: argparse.Namespace) -> int:
         sources = [line for line in lines for _ in range(line.params.n)]
         for line, completion in zip(sources, batch, strict=True):
             text = tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
-            out.write(json.dumps(_record(line.id, completion, text), allow_nan=False) + "\n")
+            out.write(json.dumps(completion_record(line.id, completion, text), allow_nan=False) + "\n")
     Console(stderr=True).print(_summary(batch))
     if not batch.failed or args.on_error == "return":
         return 0
     where, error = next((line.where, c.error) for line, c in zip(sources, batch, strict=True) if c.error)
     _complain(
-        f"{len(batch.failed)} of {len(batch)} completions failed, first {where}: {_named(error)} "
+        f"{len(batch.failed)} of {len(batch)} completions failed, first {where}: {named_error(error)} "
         "(all are written; --on-error return accepts that)"
     )
     return 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptLine:
-    """One line of the prompts file, checked as far as that goes without the model."""
-
-    where: str
-    """File name and line number, for messages."""
-    id: str | int
-    prompt: Prompt
-    params: SamplingParams
-
-
-def read_prompts(source: str, base: Mapping[str, Any]) -> list[PromptLine]:
-    """The lines of a prompts file (``-``: stdin); blank ones do not count.
-
-    Args:
-        source: a file name, or ``-``.
-        base: fields of ``SamplingParams`` for lines that do not set them.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a line is wrong, named with its number, or there is none.
-    """
-    name = "<stdin>" if source == STDIO else source
-    lines = []
-    with nullcontext(sys.stdin.buffer) if source == STDIO else open(source, "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if raw.strip():
-                try:
-                    lines.append(_prompt_line(raw.strip(), name, number, base))
-                except (ValueError, TypeError) as error:
-                    raise ValueError(f"{name}, line {number}: {error}") from error
-    if not lines:
-        raise ValueError(f"{name} holds no prompts; give one JSON object per line")
-    return lines
-
-
-def _prompt_line(raw: bytes, name: str, number: int, base: Mapping[str, Any]) -> PromptLine:
-    try:
-        line = json.loads(raw)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON at column {error.colno}: {error.msg}") from error
-    if not isinstance(line, dict):
-        raise TypeError(f"{line!r:.40} is no object; write {{...}} with one of {', '.join(PROMPT_KINDS)}")
-    _refuse_unknown("keys", line, (*PROMPT_KINDS, "id", "params"))
-    kinds = [kind for kind in PROMPT_KINDS if kind in line]
-    if len(kinds) != 1:
-        given = " and ".join(kinds) or "no prompt"
-        raise ValueError(f"{given} given; give exactly one of {', '.join(PROMPT_KINDS)}")
-    prompt, (wanted, is_right) = line[kinds[0]], PROMPT_KINDS[kinds[0]]
-    if not is_right(prompt):
-        raise TypeError(f"{kinds[0]}={prompt!r:.40} is wrong; give {wanted}")
-    line_id, params = line.get("id", number), line.get("params", {})
-    if isinstance(line_id, bool) or not isinstance(line_id, (str, int)):
-        raise TypeError(f"id={line_id!r:.40} is wrong; give a string or a whole number")
-    if not isinstance(params, dict):
-        raise TypeError(f"params={params!r:.40} is wrong; give an object of sampling parameters")
-    _refuse_unknown("params", params, LINE_PARAMS)
-    if isinstance(params.get("logit_bias"), dict):  # the keys of JSON are strings
-        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
-    where = f"{name}, line {number}"
-    return PromptLine(where=where, id=line_id, prompt=prompt, params=SamplingParams(**{**base, **params}))
-
-
-def _is_list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is kind for item in value)
-
-
-def _refuse_unknown(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise ValueError(f"unknown {what} {unknown}; known: {', '.join(known)}")
 
 
 def load_model(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -302,51 +255,6 @@ def load_model(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, Pre
         missing = "" if name == DEMO or Path(name).is_dir() else " is no local folder and"
         raise ValueError(f"--model {name}{missing} cannot be loaded: {_sentence(error)}") from error
     return model.to(device).eval(), tokenizer
-
-
-@contextmanager
-def _output(target: str) -> Iterator[TextIO]:
-    """Where to write; a file gets its name only when the block has ended well."""
-    if target == STDIO:
-        yield sys.stdout
-        sys.stdout.flush()
-        return
-    path = Path(target).resolve()  # a link stays a link
-    if not path.parent.is_dir():
-        raise ValueError(f"--out {target}: the folder {path.parent} does not exist; make it first")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"--out {target} is no regular file; give a file name, or - for stdout")
-    # beside its final place: a rename is only atomic within one file system
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
-            yield file
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _record(line_id: str | int, completion: Completion, text: Any) -> dict[str, Any]:
-    return {
-        "id": line_id,
-        "index": completion.index,
-        "prompt_ids": completion.prompt_ids,
-        "token_ids": completion.token_ids,
-        "text": text,
-        "logprobs": _finite(completion.logprobs),
-        "policy_logprobs": _finite(completion.policy_logprobs),
-        "log_kept_mass": _finite(completion.log_kept_mass),
-        "versions": completion.versions,
-        "finish_reason": completion.finish_reason,
-        "stop_match": completion.stop_match,
-        "error": None if completion.error is None else _named(completion.error),
-        "cached_tokens": completion.cached_tokens,
-    }
-
-
-def _finite(values: Sequence[float]) -> list[float | None]:
-    """JSON has no infinity and no NaN: they become null."""
-    return [value if math.isfinite(value) else None for value in values]
 
 
 def _summary(batch: RolloutBatch) -> Table:
@@ -370,10 +278,6 @@ def _summary(batch: RolloutBatch) -> Table:
     for what, value in rows.items():
         table.add_row(what, value)
     return table
-
-
-def _named(error: Exception | None) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _sentence(error: Exception) -> str:

@@ -362,8 +362,9 @@ class RolloutEngine:
     def _prepare_view(self, view: nn.Module) -> None:
         """Make a new view ready; its layers may differ from the last one's."""
         set_attention(view)
-        plan = probe(view, self._model_config, self._device)
         self._packed.install(view)
+        with self._packed.watching():
+            plan = probe(view, self._model_config, self._device)
         first = "_plan" not in vars(self)
         if first or plan.layout != self._plan.layout:
             self._plan = plan

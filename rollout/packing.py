@@ -1,10 +1,14 @@
 """Derived weight copies for CPU linears: oneDNN's prepacked layout, kept true to the weights.
 
 A packed copy belongs to one weight version and one compute dtype and is made again when either
-changes. On CPUs without bf16 instructions a bf16 linear is computed on an fp32 copy: products of
-bf16 numbers are exact in fp32 and the result is rounded to bf16 once, as the hardware would do.
+changes. Linears that read the same tensor (query, key and value; gate and up) are multiplied in
+one go: which ones do is seen in a forward, not guessed from names. On CPUs without bf16
+instructions a bf16 linear is computed on an fp32 copy: products of bf16 numbers are exact in fp32
+and the result is rounded to bf16 once, as the hardware would do.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -18,6 +22,8 @@ MAX_PACKED_FP32_ROWS = 192
 """Above this the plain fp32 kernel is as fast (measured: equal at 128 rows, 0.7x at 1024)."""
 MAX_AUTO_MEMORY_SHARE = 0.25
 """``pack_weights="auto"`` packs only where the copies take at most this share of free memory."""
+EXPECTED_ROWS = 64
+"""The batch size that the layout is chosen for; it hardly matters (16, 64 and 128 measure alike)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,7 @@ class _Packed:
     dtype: torch.dtype
     weight: Tensor
     bias: Tensor | None
+    num_bytes: int
 
 
 class PackedLinears:
@@ -35,6 +42,8 @@ class PackedLinears:
 
         packed = PackedLinears("auto")
         packed.install(view)          # on the engine's view, never on the trainer's model
+        with packed.watching():       # see which linears share their input
+            view(input_ids)
         packed.version = 3            # copies of older versions are made again when next used
     """
 
@@ -42,11 +51,12 @@ class PackedLinears:
         self._mode = mode
         self.version = 0
         self._linears: list[PackedLinear] = []
+        self._seen: list[tuple[PackedLinear, Tensor]] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the derived copies take now."""
-        return sum(linear.packed_bytes for linear in self._linears)
+        return sum(group.num_bytes for group in self._groups())
 
     def install(self, view: nn.Module) -> None:
         """Swap every plain CPU linear of ``view`` for a packed one on the same parameters."""
@@ -69,10 +79,92 @@ class PackedLinears:
             parent._modules[name] = made[id(child)]
         self._linears = list(made.values())
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Join linears that are called one after the other on the same tensor inside the block."""
+        self._seen = []
+        try:
+            yield
+            for run in _runs_of_one_input(self._seen):
+                group = LinearGroup(run)
+                for member in run:
+                    member.group = group
+        finally:
+            self._seen = None
+
+    def note(self, member: "PackedLinear", input: Tensor) -> None:
+        """Called by each linear with its input; remembered only while watching."""
+        if self._seen is not None:
+            self._seen.append((member, input))
+
     def release(self) -> None:
         """Give the copies' memory back; they are made again when next used."""
-        for packed in self._linears:
-            packed.drop()
+        for group in self._groups():
+            group.drop()
+
+    def _groups(self) -> list["LinearGroup"]:
+        return list({id(member.group): member.group for member in self._linears}.values())
+
+
+class LinearGroup:
+    """Linears that read the same tensor, multiplied in one go.
+
+    The first member called on a tensor computes the outputs of all and keeps the others' until
+    they are asked for on that very tensor; on any other tensor everything is computed again.
+    """
+
+    def __init__(self, members: "list[PackedLinear]") -> None:
+        self._members = members
+        self._packed: _Packed | None = None
+        self._input: Tensor | None = None
+        self._input_version = 0  # a write in place makes it another input
+        self._outputs: dict[int, Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the derived copy, 0 when there is none."""
+        return 0 if self._packed is None else self._packed.num_bytes
+
+    def drop(self) -> None:
+        """Forget the derived copy and any output that was not asked for."""
+        self._packed = self._input = None
+        self._outputs = {}
+
+    def output(self, member: "PackedLinear", input: Tensor, dtype: torch.dtype, version: int) -> Tensor:
+        """The member's output for ``input``, in ``dtype``."""
+        is_known = self._input is input and self._input_version == input._version
+        if not is_known or id(member) not in self._outputs:
+            packed = self._current(dtype, version)
+            fused: Tensor = torch.ops.mkldnn._linear_pointwise(
+                input.to(dtype).to(packed.weight.dtype), packed.weight, packed.bias, "none", [], ""
+            )
+            sizes = [each.out_features for each in self._members]
+            outputs = fused.to(dtype).split(sizes, dim=-1)
+            self._input, self._input_version = input, input._version
+            self._outputs = {id(each): out for each, out in zip(self._members, outputs, strict=True)}
+        out = self._outputs.pop(id(member))
+        if not self._outputs:
+            self._input = None  # let the input go as soon as everybody had it
+        return out
+
+    def _current(self, dtype: torch.dtype, version: int) -> _Packed:
+        packed = self._packed
+        if packed is None or packed.version != version or packed.dtype != dtype:
+            self.drop()  # its memory goes back before the next copy is made
+            fast = _packed_dtype(dtype)
+            weight = torch.cat([each.weight.detach().to(dtype).to(fast) for each in self._members])
+            biases = [
+                each.bias.detach().to(dtype).to(fast) for each in self._members if each.bias is not None
+            ]
+            packed = _Packed(
+                version=version,
+                dtype=dtype,
+                weight=torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS),
+                bias=torch.cat(biases) if biases else None,
+                num_bytes=weight.numel() * weight.element_size(),
+            )
+            self._packed = packed
+        return packed
 
 
 class PackedLinear(nn.Linear):
@@ -83,46 +175,38 @@ class PackedLinear(nn.Linear):
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.weight, self.bias = plain.weight, plain.bias
         self.training = plain.training
+        self.group = LinearGroup([self])
         self._owner = owner
-        self._packed: _Packed | None = None
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the derived copy, 0 when there is none."""
-        if self._packed is None:
-            return 0
-        return self.weight.numel() * _packed_dtype(self._packed.dtype).itemsize
-
-    def drop(self) -> None:
-        """Forget the derived copy."""
-        self._packed = None
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in] -> [..., out]`` in the dtype that ``nn.Linear`` would give here."""
+        self._owner.note(self, input)
         rows = input.numel() // self.in_features
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else self.weight.dtype
-        fast = _packed_dtype(dtype)
         if rows < MIN_PACKED_ROWS or (dtype == torch.float32 and rows > MAX_PACKED_FP32_ROWS):
             return linear(input, self.weight, self.bias)
-        packed = self._current(dtype, fast)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            input.to(dtype).to(fast), packed.weight, packed.bias, "none", [], ""
-        )
-        return out.to(dtype)
+        return self.group.output(self, input, dtype, self._owner.version)
 
-    def _current(self, dtype: torch.dtype, fast: torch.dtype) -> _Packed:
-        packed = self._packed
-        if packed is None or packed.version != self._owner.version or packed.dtype != dtype:
-            self._packed = None  # its memory goes back before the next copy is made
-            weight = self.weight.detach().to(dtype).to(fast)
-            packed = _Packed(
-                version=self._owner.version,
-                dtype=dtype,
-                weight=torch.ops.mkldnn._reorder_linear_weight(weight, 64),
-                bias=None if self.bias is None else self.bias.detach().to(dtype).to(fast),
-            )
-            self._packed = packed
-        return packed
+
+def _runs_of_one_input(seen: list[tuple[PackedLinear, Tensor]]) -> list[list[PackedLinear]]:
+    """Runs of linears, each called once in all, that followed each other on the same tensor."""
+    calls: dict[int, int] = {}
+    for member, _ in seen:
+        calls[id(member)] = calls.get(id(member), 0) + 1
+    runs: list[list[PackedLinear]] = []
+    last: Tensor | None = None
+    for member, input in seen:
+        alone = calls[id(member)] > 1
+        if not alone and input is last and _can_join(runs[-1][-1], member):
+            runs[-1].append(member)
+        else:
+            runs.append([member])
+        last = None if alone else input
+    return [run for run in runs if len(run) > 1]
+
+
+def _can_join(one: PackedLinear, other: PackedLinear) -> bool:
+    return one.weight.dtype == other.weight.dtype and (one.bias is None) == (other.bias is None)
 
 
 def _can_pack(weight: Tensor) -> bool:

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
-from rollout.cli import ENGINE_OPTIONS, LINE_PARAMS, SAMPLING_OPTIONS, main, memory_size
+from rollout.cli import ENGINE_OPTIONS, SAMPLING_OPTIONS, main, memory_size
+from rollout.jsonl import LINE_PARAMS
 from tiny_models import MAX_POSITIONS, tiny_llama
 
 EOS_ID = 0

@@ -188,6 +188,16 @@ def test_seeds_of_prompts_samples_and_calls_are_independent() -> None:
     assert make(config={"seed": 1}).generate([PROMPT], unseeded)[0].token_ids != again[0]
 
 
+def test_ranks_of_a_distributed_job_draw_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank seeded alike once meant identical completions everywhere: half the group was lost."""
+    drawn = []
+    for rank in (0, 1):
+        monkeypatch.setattr(rollout.engine, "_rank", lambda rank=rank: rank)
+        batch = make().generate([PROMPT], SamplingParams(max_new_tokens=8, n=4))
+        drawn += [c.token_ids for c in batch]
+    assert len(set(drawn)) == 8
+
+
 def test_a_logits_processor_sees_the_whole_history_of_its_row() -> None:
     seen: list[list[int]] = []
 
@@ -436,7 +446,7 @@ def test_max_memory_bounds_the_cache_and_preemption_still_finishes_everything() 
 def test_the_chosen_size_is_logged_in_bytes(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="rollout"):
         make().generate([PROMPT], GREEDY)
-    assert "MiB" in caplog.text
+    assert "1 pages of 32 tokens" in caplog.text and "bytes (" in caplog.text
 
 
 def test_everything_cut_short_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -74,3 +74,48 @@ def test_off_means_off_and_shared_modules_are_packed_once() -> None:
     view = nn.Sequential(shared, nn.ReLU(), shared)
     PackedLinears(True).install(view)
     assert view[0] is view[2] and type(view[0]) is PackedLinear
+
+
+class Branches(nn.Module):
+    """Three linears on one tensor and a fourth on what they give, as in an attention layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 6), nn.Linear(8, 4), nn.Linear(8, 2)
+        self.d = nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.d(torch.cat([self.a(x), self.b(x), self.c(x)], dim=-1))
+
+
+def joined_branches() -> tuple[Branches, Branches, PackedLinears]:
+    plain, view = Branches(), Branches()
+    view.load_state_dict(plain.state_dict())
+    packed = PackedLinears(True)
+    packed.install(view)
+    with torch.no_grad(), packed.watching():
+        view(torch.zeros(2, 8))
+    return plain, view, packed
+
+
+def test_linears_on_one_tensor_are_joined_and_give_the_same() -> None:
+    plain, view, packed = joined_branches()
+    assert view.a.group is view.b.group is view.c.group is not view.d.group
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        assert torch.allclose(view(x), plain(x), atol=1e-5)
+    assert packed.num_bytes == (8 * 12 + 12 * 8) * 4
+    assert view.a.group._input is None and not view.a.group._outputs  # nothing is kept afterwards
+
+
+def test_joined_linears_stay_right_when_called_otherwise() -> None:
+    """Out of order, alone, twice, or on different tensors in between: never a stale output."""
+    plain, view, _ = joined_branches()
+    x, y = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        for name, tensor in (("c", x), ("a", y), ("a", y), ("b", x), ("c", x), ("b", y), ("a", x)):
+            expected, found = getattr(plain, name)(tensor), getattr(view, name)(tensor)
+            assert torch.allclose(found, expected, atol=1e-5)
+        view.a(x)
+        x.mul_(2)  # in place: the very same tensor object
+        assert torch.allclose(view.b(x), plain.b(x), atol=1e-5)
