@@ -20,8 +20,8 @@ class CapacityPlanner:
     Example::
 
         planner = CapacityPlanner(EngineConfig(max_memory=2**30), layout, position_limit=8192)
-        planner.refuse_unfit(request, held_bytes=0)
-        num_pages = planner.num_pages([request], held_bytes=0)
+        planner.refuse_unfit(request)
+        num_pages = planner.num_pages([request], current=(0,))
     """
 
     def __init__(self, config: EngineConfig, layout: CacheLayout, position_limit: int) -> None:
@@ -29,9 +29,20 @@ class CapacityPlanner:
         self._layout = layout
         self._page_bytes = layout.page_bytes(config.page_size)
         self._position_limit = position_limit
+        self._budget: int | None = None
 
-    def budget(self, held_bytes: int) -> int:
-        """Bytes that the cache may take, those it holds already included."""
+    def budget(self) -> int:
+        """Bytes that the cache may take: settled when it is first asked for and kept until
+        :meth:`renew`, since free memory says little once the cache lies in it."""
+        if self._budget is None:
+            self._budget = self._measure_budget()
+        return self._budget
+
+    def renew(self) -> None:
+        """Settle the budget anew: the cache gave its memory back."""
+        self._budget = None
+
+    def _measure_budget(self) -> int:
         if self._config.max_memory is not None:
             return self._config.max_memory
         share = self._config.max_memory_percent or DEFAULT_MEMORY_SHARE
@@ -39,9 +50,9 @@ class CapacityPlanner:
             free, _ = torch.cuda.mem_get_info(self._layout.device)
         else:
             free = psutil.virtual_memory().available
-        return int(share * (free + held_bytes))
+        return int(share * free)
 
-    def refuse_unfit(self, request: Request, held_bytes: int) -> None:
+    def refuse_unfit(self, request: Request) -> None:
         """Refuse a prompt that does not fit even with the whole cache to itself.
 
         Raises:
@@ -56,24 +67,37 @@ class CapacityPlanner:
                     "raise num_blocks or shorten the prompt"
                 )
             return
-        needed, budget = self._bytes(pages), self.budget(held_bytes)
+        needed, budget = self._bytes(pages), self.budget()
         if needed > budget:
             raise ValueError(
                 f"the prompt of {len(request.prompt_ids)} tokens needs {needed} bytes of cache and at most "
                 f"{budget} are allowed; raise max_memory or shorten the prompt"
             )
 
-    def num_pages(self, requests: Iterable[Request], held_bytes: int) -> tuple[int, ...]:
-        """Pages per group that serve the requests without preemption, if the bound allows it."""
+    def num_pages(self, requests: Iterable[Request], current: tuple[int, ...]) -> tuple[int, ...]:
+        """Pages per group that serve the requests without preemption, if the bound allows it.
+
+        At least ``current`` pages where that fits into the bound. If it does not (another mix of
+        long and windowed sequences), the answer is smaller somewhere and the cache must be remade.
+        """
         if self._config.num_blocks is not None:
             return tuple(self._config.num_blocks for _ in self._layout.groups)
         requests = list(requests)
         if not requests:
-            return tuple(0 for _ in self._layout.groups)
-        least = [max(counts) for counts in zip(*map(self._pages_of_prompt, requests), strict=True)]
-        wanted = [max(1, self._wanted(g, requests)) for g in range(len(self._layout.groups))]
-        scale = min(1.0, self.budget(held_bytes) / self._bytes(wanted))
-        return tuple(max(low, int(scale * high)) for low, high in zip(least, wanted, strict=True))
+            return current
+        least = self._least(requests)
+        wanted = [max(low, self._wanted(g, requests)) for g, low in enumerate(least)]
+        grown = tuple(map(max, wanted, current))
+        if self._bytes(grown) <= self.budget():
+            return grown
+        # the longest one fits alone; what is left is divided in proportion to what more is wanted
+        more = [high - low for low, high in zip(least, wanted, strict=True)]
+        left = max(0, self.budget() - self._bytes(least))
+        scale = min(1.0, left / max(1, self._bytes(more)))
+        bounded = tuple(low + int(scale * extra) for low, extra in zip(least, more, strict=True))
+        if all(now >= then for now, then in zip(current, bounded, strict=True)):
+            return current
+        return bounded
 
     def log(self, num_pages: tuple[int, ...]) -> None:
         """Tell the chosen size."""
@@ -86,6 +110,20 @@ class CapacityPlanner:
             self._layout.dtype,
             self._layout.device,
         )
+
+    def _least(self, requests: list[Request]) -> list[int]:
+        """Pages with which each request can run alone to its end, or if that is too much, begin."""
+        page_size = self._config.page_size
+        to_the_end = [
+            max(pages_to_hold(self._total_len(r), window, page_size, chunk=page_size) for r in requests)
+            for window in self._layout.windows
+        ]
+        if self._bytes(to_the_end) <= self.budget():
+            return to_the_end
+        return [max(counts) for counts in zip(*map(self._pages_of_prompt, requests), strict=True)]
+
+    def _total_len(self, request: Request) -> int:
+        return min(len(request.prompt_ids) + request.params.max_new_tokens, self._position_limit)
 
     def _bytes(self, pages: Iterable[int]) -> int:
         return sum(count * size for count, size in zip(pages, self._page_bytes, strict=True))
@@ -105,8 +143,7 @@ class CapacityPlanner:
         shared = 0
         for request in requests:
             prompt, params = len(request.prompt_ids), request.params
-            total = min(prompt + params.max_new_tokens, self._position_limit)
-            pages = pages_to_hold(total, window, page_size, chunk=min(chunk, prompt))
+            pages = pages_to_hold(self._total_len(request), window, page_size, chunk=min(chunk, prompt))
             saved = 0
             if config.allow_block_sharing and window is None and params.n > 1:
                 saved = prompt // page_size

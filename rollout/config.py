@@ -12,7 +12,6 @@ from typing import Any
 from rollout.types import MAX_SEED, require_int, require_number
 
 MIN_PAGE_SIZE = 4
-MIN_BATCH_TOKENS = 256
 SCHEDULER_SAFETY_MARGINS = {"fifo": 0.15, "prefill_first": 0.0}
 WEIGHT_CHANGE_POLICIES = ("recompute", "keep", "cancel")
 DEFAULT_MEMORY_SHARE = 0.5
@@ -43,11 +42,11 @@ class EngineConfig:
     """Upper bound of the key/value cache in bytes. ``None`` uses ``max_memory_percent``."""
     max_memory_percent: float | None = None
     """Share of the free memory (device memory, or what psutil calls available) that the cache may
-    take at the most. ``None`` means 0.5. Without ``num_blocks`` the cache is never larger than
-    the requests at hand can fill."""
+    take at the most, measured when the cache is first made. ``None`` means 0.5. Without
+    ``num_blocks`` the cache grows to what the requests at hand can fill and not beyond."""
     max_batch_tokens: int | None = None
     """Tokens that go through the model in one step at the most; longer prompts are split over
-    several steps. ``None`` means 8192. Below 256 only when given explicitly."""
+    several steps. ``None`` means 8192."""
     max_requests_per_batch: int | None = None
     """Sequences running at the same time at the most. ``None`` means 1024."""
     scheduler_type: str = "fifo"

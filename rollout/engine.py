@@ -6,6 +6,7 @@ promises that need all of them: a change of weights is noticed before a token is
 fault stays in that request, and nothing of the trainer's model is touched.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,7 +22,7 @@ from rollout.kv_cache import KVCache
 from rollout.meter import Meter
 from rollout.packing import PackedLinears
 from rollout.probe import ModelPlan, eos_token_ids, position_limit, probe, single_device
-from rollout.requests import Prompt, RequestBuilder, params_per_prompt, refused_completions
+from rollout.requests import Prompt, Repeats, RequestBuilder, params_per_prompt, refused_completions
 from rollout.results import RolloutBatch, raise_failures, warn_when_truncated
 from rollout.runner import engine_mode, forward, set_attention
 from rollout.sampling import SamplingRow, draw
@@ -35,6 +36,7 @@ from rollout.types import (
     DrawnToken,
     DuplicateRequestError,
     FinishReason,
+    RolloutMetrics,
     SamplingParams,
 )
 from rollout.weights import WeightTracker, base_model_of
@@ -73,29 +75,24 @@ class RolloutEngine:
         config: EngineConfig | object = None,
     ) -> None:
         self.config = EngineConfig.from_any(config)
-        base = base_model_of(model)
-        self._model_config = base.config.get_text_config()
-        self._device = single_device(model)
+        self._model = model
+        self._base = base_model_of(model)
+        self._tokenizer = tokenizer
         self._backend = make_backend(self.config.attn_implementation)
         self._packed = PackedLinears(self.config.pack_weights)
+        self._requests = RequestBuilder(tokenizer, seed=self.config.seed, rank=_rank())
         self._finished: list[Completion] = []
         self._meter = Meter()
-        self._autocast = self._current_autocast()
+        self._is_noticed = False  # whether a call has compared the weights before its first step
         self._weights = WeightTracker(model, prepare=self._prepare_view)
+        self._device: torch.device
+        self._autocast: torch.dtype | None
         self._plan: ModelPlan
         self._cache: KVCache
         self._scheduler: Scheduler
         self._capacity: CapacityPlanner
         with engine_mode():
             self._weights.update()
-        self._requests = RequestBuilder(
-            tokenizer,
-            vocab_size=self._plan.vocab_size,
-            # an id that the head cannot draw (a tokenizer larger than the model) cannot end anything
-            eos_ids=frozenset(i for i in eos_token_ids(base, tokenizer) if i < self._plan.vocab_size),
-            position_limit=position_limit(self._model_config),
-            stream=(self.config.seed, _rank()),
-        )
 
     @property
     def weight_version(self) -> int:
@@ -104,8 +101,8 @@ class RolloutEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return self._scheduler.has_work
+        """Whether :meth:`step` has something to do or to return."""
+        return bool(self._scheduler.has_work or self._scheduler.has_finished or self._finished)
 
     @property
     def cache_bytes(self) -> int:
@@ -139,28 +136,23 @@ class RolloutEngine:
         self._meter = Meter()
         with self._meter.stage("weights"):
             self._notice_weights(thorough=True)
+        self._is_noticed = True  # the first step need not look again
         wanted: list[tuple[str, int]] = []
         done: dict[str, list[Completion]] = {}
-        for prompt, each in zip(prompts, all_params, strict=True):
-            try:
-                request_id = self.add_request(prompt, each)
-            except (ValueError, TypeError) as error:
-                request_id = f"refused-{len(wanted)}"
-                done[request_id] = refused_completions(request_id, prompt, each.n, error)
-            wanted.append((request_id, each.n))
-        self._run(wanted, done, progress)
+        try:
+            self._submit_all(prompts, all_params, wanted, done)
+            self._finish_all(wanted, done, progress)
+        except BaseException:
+            for request_id, _ in wanted:
+                self.cancel_request(request_id)
+            ours = {request_id for request_id, _ in wanted}
+            self._finished = [c for c in self._take_finished() if c.request_id not in ours]
+            raise
+        finally:
+            self._is_noticed = False
+            torch.clear_autocast_cache()
         completions = [c for request_id, _ in wanted for c in sorted(done[request_id], key=lambda c: c.index)]
-        batch = RolloutBatch(
-            tuple(completions),
-            self._meter.metrics(
-                completions,
-                num_requests=len(wanted),
-                weight_version=self.weight_version,
-                num_pages=sum(self._cache.num_pages),
-                cache_bytes=self._cache.num_bytes,
-                derived_bytes=self._packed.num_bytes,
-            ),
-        )
+        batch = RolloutBatch(tuple(completions), self._metrics(completions, len(wanted)))
         raise_failures(batch, on_error)
         warn_when_truncated(batch)
         return batch
@@ -174,14 +166,7 @@ class RolloutEngine:
             DuplicateRequestError: a live request has this id.
             TypeError, ValueError: the request can never be served; the message says why.
         """
-        request = self._requests.build(prompt, params or SamplingParams(), request_id)
-        if self._scheduler.live(request.request_id):
-            raise DuplicateRequestError(
-                f"request_id={request.request_id!r} is live; wait until it has ended or choose another id"
-            )
-        self._capacity.refuse_unfit(request, self._cache.num_bytes)
-        self._scheduler.add(self._requests.samples(request, len(self._plan.layout.groups)))
-        return request.request_id
+        return self._submit(prompt, params or SamplingParams(), request_id, None)
 
     def cancel_request(self, request_id: str) -> bool:
         """End a request now, keeping what it generated; the next :meth:`step` returns it.
@@ -198,19 +183,10 @@ class RolloutEngine:
         A failure of the step itself ends every live request with ``finish_reason="error"``, the
         cause chained to each; the engine can be used again.
         """
-        with engine_mode():
-            try:
-                with self._meter.stage("weights"):
-                    self._notice_weights(thorough=False)
-                self._step()
-            except Exception as cause:
-                error = RuntimeError(f"the step failed with {type(cause).__name__}: {cause}")
-                error.__cause__ = cause
-                self._scheduler.finish_all(self._scheduler.live(), FinishReason.ERROR, error)
-                self._scheduler.tables.start_version(self.weight_version)
-            except BaseException:  # interrupted: what was planned is not computed
-                self._scheduler.change_weights(self.weight_version, "recompute")
-                raise
+        try:
+            self._advance()
+        finally:
+            torch.clear_autocast_cache()
         return self._take_finished()
 
     def refresh_weights(self) -> int:
@@ -255,6 +231,7 @@ class RolloutEngine:
         The next step takes memory again. Requests in flight are kept and computed again.
         """
         self._cache.release()
+        self._capacity.renew()
         self._packed.release()
         self._scheduler.replace_tables(self._empty_tables())
 
@@ -262,28 +239,74 @@ class RolloutEngine:
         """Audit the page books; raises AssertionError. For tests and idle time."""
         self._scheduler.check()
 
-    def _run(self, wanted: list[tuple[str, int]], done: dict[str, list[Completion]], progress: bool) -> None:
-        ours = {request_id for request_id, _ in wanted if request_id not in done}
-        missing = sum(n for request_id, n in wanted if request_id in ours)
-        bar = tqdm(total=missing, disable=not progress, unit="seq")
+    def _submit(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, repeats: Repeats | None
+    ) -> str:
+        request = self._requests.build(prompt, params, request_id, repeats)
+        if self._scheduler.live(request.request_id):
+            raise DuplicateRequestError(
+                f"request_id={request.request_id!r} is live; wait until it has ended or choose another id"
+            )
+        self._capacity.refuse_unfit(request)
+        self._requests.accept(request)
+        self._scheduler.add(self._requests.samples(request, len(self._plan.layout.groups)))
+        return request.request_id
+
+    def _submit_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        wanted: list[tuple[str, int]],
+        done: dict[str, list[Completion]],
+    ) -> None:
+        """Queue every prompt; a refused one is done at once, with its error."""
+        repeats: Repeats = Counter()
+        for prompt, each in zip(prompts, params, strict=True):
+            try:
+                request_id = self._submit(prompt, each, None, repeats)
+            except (ValueError, TypeError) as error:
+                request_id = f"refused-{len(wanted)}"
+                done[request_id] = refused_completions(request_id, prompt, each.n, error)
+            wanted.append((request_id, each.n))
+
+    def _finish_all(
+        self, wanted: list[tuple[str, int]], done: dict[str, list[Completion]], progress: bool
+    ) -> None:
+        """Step until all wanted completions are there; those of others wait for the next step()."""
+        ours = {request_id: n for request_id, n in wanted if request_id not in done}
+        missing = sum(ours.values())
         others: list[Completion] = []
-        try:
-            while missing:
-                for completion in self.step():
-                    if completion.request_id in ours:
-                        done.setdefault(completion.request_id, []).append(completion)
-                        missing -= 1
-                        bar.update()
-                    else:
-                        others.append(completion)
-        except BaseException:
-            for request_id in ours:
-                self.cancel_request(request_id)
-            self._take_finished()
-            raise
-        finally:
-            bar.close()
-            self._finished += others  # of requests added by hand: the next step() returns them
+        with tqdm(total=missing, disable=not progress, unit="seq") as bar:
+            try:
+                while missing:
+                    self._advance()
+                    for completion in self._take_finished():
+                        if completion.request_id in ours:
+                            done.setdefault(completion.request_id, []).append(completion)
+                            missing -= 1
+                            bar.update()
+                        else:
+                            others.append(completion)
+            finally:
+                self._finished += others
+
+    def _advance(self) -> None:
+        """One step; whatever goes wrong in it leaves the books balanced."""
+        with engine_mode():
+            try:
+                with self._meter.stage("weights"):
+                    # a look at the contents where nothing runs yet: that may be long after the last
+                    self._notice_weights(thorough=not (self._is_noticed or self._scheduler.running))
+                self._is_noticed = False
+                self._step()
+            except Exception as cause:
+                error = RuntimeError(f"the step failed with {type(cause).__name__}: {cause}")
+                error.__cause__ = cause
+                self._scheduler.finish_all(self._scheduler.live(), FinishReason.ERROR, error)
+                self._scheduler.tables.start_version(self.weight_version)
+            except BaseException:  # interrupted: what was planned is not computed
+                self._scheduler.change_weights(self.weight_version, "recompute")
+                raise
 
     def _step(self) -> None:
         with self._meter.stage("schedule"):
@@ -331,14 +354,15 @@ class RolloutEngine:
 
     def _ensure_capacity(self) -> None:
         requests = {s.request.ordinal: s.request for s in self._scheduler.live()}
-        if not requests:
-            return
-        wanted = self._capacity.num_pages(requests.values(), self._cache.num_bytes)
-        pages = tuple(map(max, wanted, self._cache.num_pages))
+        pages = self._capacity.num_pages(requests.values(), self._cache.num_pages)
+        if any(new < old for new, old in zip(pages, self._cache.num_pages, strict=True)):
+            # another division between the layer groups: start over within the same bound
+            self._cache.release()
+            self._scheduler.replace_tables(self._empty_tables())
         if pages != self._cache.num_pages:
             self._cache.resize(pages)
-            self._scheduler.tables.grow(pages)
             self._capacity.log(pages)
+        self._scheduler.tables.grow(self._cache.num_pages)
 
     def _notice_weights(self, *, thorough: bool) -> None:
         """Enter a new version if weights, modules or the caller's autocast changed.
@@ -347,34 +371,47 @@ class RolloutEngine:
         """
         with engine_mode():
             if self._autocast != self._current_autocast():
-                self._autocast = self._current_autocast()
-                self._prepare_view(self._weights.view)
+                self._probe_view(self._weights.view)
                 self._weights.refresh()
-            elif not (thorough or self._weights.seems_changed()) or not self._weights.update():
-                return
-            self._enter_version()
+                self._enter_version()
+            elif (thorough or self._weights.seems_changed()) and self._weights.update():
+                self._enter_version()
 
     def _enter_version(self) -> None:
+        """Let go of all that belongs to older weights, then tell the hooks."""
         torch.clear_autocast_cache()  # autocast keeps casts of weights as long as it is entered
         self._packed.version = self.weight_version
         self._scheduler.change_weights(self.weight_version, self.config.on_weight_change)
+        self._weights.run_hooks()
 
     def _prepare_view(self, view: nn.Module) -> None:
-        """Make a new view ready; its layers may differ from the last one's."""
+        """Make a new view ready, or refuse it."""
         set_attention(view)
         self._packed.install(view)
+        self._probe_view(view)
+
+    def _probe_view(self, view: nn.Module) -> None:
+        """Find out what the view needs; its layers, vocabulary or device may differ from before."""
+        is_first = "_plan" not in vars(self)
+        device = single_device(self._model)
+        config = self._base.config.get_text_config()
+        self._autocast = self._current_autocast()
         with self._packed.watching():
-            plan = probe(view, self._model_config, self._device)
-        first = "_plan" not in vars(self)
-        if first or plan.layout != self._plan.layout:
-            self._plan = plan
+            plan = probe(view, config, device)
+        is_same = not is_first and plan.layout == self._plan.layout
+        self._plan, self._device = plan, device
+        self._requests.renew(
+            vocab_size=plan.vocab_size,
+            position_limit=position_limit(config),
+            eos_ids=eos_token_ids(self._base, self._tokenizer),
+        )
+        if not is_same:
             self._cache = KVCache(plan.layout, self.config.page_size)
-            self._capacity = CapacityPlanner(self.config, plan.layout, position_limit(self._model_config))
-            if first:
-                self._scheduler = Scheduler(self.config, self._empty_tables())
-            else:
-                self._scheduler.replace_tables(self._empty_tables())
-        self._plan = plan
+            self._capacity = CapacityPlanner(self.config, plan.layout, position_limit(config))
+        if is_first:
+            self._scheduler = Scheduler(self.config, self._empty_tables())
+        elif not is_same:
+            self._scheduler.replace_tables(self._empty_tables())
 
     def _empty_tables(self) -> PageTables:
         windows = self._plan.layout.windows
@@ -388,8 +425,18 @@ class RolloutEngine:
         return tables
 
     def _current_autocast(self) -> torch.dtype | None:
-        kind = self._device.type
+        kind = single_device(self._model).type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _metrics(self, completions: Sequence[Completion], num_requests: int) -> RolloutMetrics:
+        return self._meter.metrics(
+            completions,
+            num_requests=num_requests,
+            weight_version=self.weight_version,
+            num_pages=sum(self._cache.num_pages),
+            cache_bytes=self._cache.num_bytes,
+            derived_bytes=self._packed.num_bytes,
+        )
 
 
 def _end_reason(sequence: Sample, token: int, position_limit: int) -> FinishReason | None:
@@ -421,7 +468,7 @@ def _sampling_row(sequence: Sample) -> SamplingRow:
         prompt_len=len(request.prompt_ids),
         ending_ids=request.ending_ids,
         noise_key=request.noise_key,
-        index=sequence.index,
+        index=request.first_index + sequence.index,
     )
 
 

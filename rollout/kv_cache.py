@@ -164,5 +164,6 @@ class KVCache:
         )
         new[:, :, 0] = 0  # the null page, which padded table entries read
         if old is not None:
-            new[:, :, 1 : old.shape[2]] = old[:, :, 1:]
+            kept = min(old.shape[2], pages + 1)  # smaller only after a growth that failed half-way
+            new[:, :, 1:kept] = old[:, :, 1:kept]
         return new

@@ -22,6 +22,7 @@ MAX_PACKED_FP32_ROWS = 192
 """Above this the plain fp32 kernel is as fast (measured: equal at 128 rows, 0.7x at 1024)."""
 MAX_AUTO_MEMORY_SHARE = 0.25
 """``pack_weights="auto"`` packs only where the copies take at most this share of free memory."""
+PACKED_DTYPES = (torch.float32, torch.bfloat16)
 EXPECTED_ROWS = 64
 """The batch size that the layout is chosen for; it hardly matters (16, 64 and 128 measure alike)."""
 
@@ -183,7 +184,8 @@ class PackedLinear(nn.Linear):
         self._owner.note(self, input)
         rows = input.numel() // self.in_features
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else self.weight.dtype
-        if rows < MIN_PACKED_ROWS or (dtype == torch.float32 and rows > MAX_PACKED_FP32_ROWS):
+        too_many = MAX_PACKED_FP32_ROWS if dtype == torch.float32 else rows
+        if dtype not in PACKED_DTYPES or not MIN_PACKED_ROWS <= rows <= too_many:
             return linear(input, self.weight, self.bias)
         return self.group.output(self, input, dtype, self._owner.version)
 
@@ -210,7 +212,7 @@ def _can_join(one: PackedLinear, other: PackedLinear) -> bool:
 
 
 def _can_pack(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    return weight.device.type == "cpu" and weight.dtype in PACKED_DTYPES
 
 
 def _packed_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -6,6 +6,7 @@ other facts (positions, EOS ids, device) are read off the model's configs and pa
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ class ModelPlan:
     layer_of: Mapping[int, int]
     """``id(module)`` of the view's attention modules -> layer number."""
     vocab_size: int
+    keeps_logits: bool
+    """Whether the model computes logits only for the rows named by ``logits_to_keep``."""
 
 
 @dataclass(slots=True)
@@ -87,6 +90,9 @@ class ProbeStep:
             raise UnsupportedModelError(f"{name} brings an attention mask of its own, which is not supported")
         if options.get("is_causal") is False or vars(module).get("is_causal") is False:
             raise UnsupportedModelError(f"{name} is not causal; only decoder-only models can generate here")
+        for option in ("scaling", "softcap"):
+            if not isinstance(options.get(option), Real | None):
+                raise UnsupportedModelError(f"{name} passes {option}={options[option]!r}, not a number")
         unknown = sorted(
             key for key, value in options.items() if isinstance(value, Tensor) and key not in IGNORED_OPTIONS
         )
@@ -99,6 +105,11 @@ class ProbeStep:
         passed = options.get("sliding_window")
         window = passed if isinstance(passed, int) else None
         if self.layer_types is None:
+            if window is None and self.config_window is not None:
+                raise UnsupportedModelError(
+                    f"the config has sliding_window={self.config_window} and attention layer {layer} passes "
+                    "none; whether it slides cannot be known, so the model is not supported"
+                )
             return window
         if self.layer_types[layer] == "full_attention":
             return None
@@ -120,12 +131,27 @@ def probe(view: nn.Module, config: PreTrainedConfig, device: torch.device) -> Mo
             raise UnsupportedModelError(
                 f"layer {layer} has type {kind!r}; supported: {', '.join(sorted(SERVED_LAYER_TYPES))}"
             )
+    slides = getattr(config, "use_sliding_window", True)
     step = ProbeStep(
-        None if layer_types is None else tuple(layer_types), getattr(config, "sliding_window", None)
+        None if layer_types is None else tuple(layer_types),
+        getattr(config, "sliding_window", None) if slides else None,
     )
     tokens = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=device)
     positions = torch.arange(PROBE_TOKENS, device=device).unsqueeze(0)
-    logits = view(input_ids=tokens, position_ids=positions, use_cache=False, rollout_step=step).logits
+    try:
+        logits = view(
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=torch.tensor([1], device=device),
+            rollout_step=step,
+        ).logits
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, UnsupportedModelError):
+            raise
+        raise UnsupportedModelError(
+            f"a forward of {type(view).__name__} with paged attention fails: {type(error).__name__}: {error}"
+        ) from error
     if not step.shapes or len(step.shapes) != config.num_hidden_layers:
         raise UnsupportedModelError(
             f"{len(step.shapes)} of {config.num_hidden_layers} layers attend through transformers' "
@@ -134,7 +160,7 @@ def probe(view: nn.Module, config: PreTrainedConfig, device: torch.device) -> Mo
         )
     assert step.dtype is not None
     layout = CacheLayout.from_layers(step.shapes, step.dtype, device)
-    return ModelPlan(layout, step.layer_of, logits.shape[-1])
+    return ModelPlan(layout, step.layer_of, logits.shape[-1], keeps_logits=logits.shape[1] == 1)
 
 
 def position_limit(config: PreTrainedConfig) -> int:

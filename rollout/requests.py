@@ -5,6 +5,7 @@ Everything that can be refused about one request is refused here, before it is q
 
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -20,36 +21,48 @@ from rollout.types import Completion, FinishReason, SamplingParams
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]] | Tensor
 """Token ids, text, or chat messages (the last two need a tokenizer)."""
 
+Repeats: TypeAlias = Counter[tuple[tuple[int, ...], int | None]]
+"""Samples asked for so far per (prompt ids, seed)."""
+
 
 class RequestBuilder:
     """Checks prompts and parameters against one model and tokenizer.
 
     Example::
 
-        builder = RequestBuilder(tokenizer, vocab_size=49152, eos_ids=frozenset({2}),
-                                 position_limit=8192, stream=(0, 0))
+        builder = RequestBuilder(tokenizer, seed=0, rank=0)
+        builder.renew(vocab_size=49152, position_limit=8192, eos_ids=frozenset({2}))
         request = builder.build("Hello", SamplingParams(n=4), "my-request")
+        builder.accept(request)
         samples = builder.samples(request, num_groups=1)
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        vocab_size: int,
-        eos_ids: frozenset[int],
-        position_limit: int,
-        stream: tuple[int, int],
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, seed: int, rank: int) -> None:
         self._tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.eos_ids = eos_ids
-        self.position_limit = position_limit
-        self._seed, self._rank = stream
+        self._seed, self._rank = seed, rank
         self._ordinal = 0
+        self.vocab_size = self.position_limit = 0
+        self.eos_ids: frozenset[int] = frozenset()
 
-    def build(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> Request:
-        """A checked request.
+    def renew(self, *, vocab_size: int, position_limit: int, eos_ids: frozenset[int]) -> None:
+        """Take over a model's facts, at first and whenever the model changes.
+
+        An EOS id that the head cannot draw (a tokenizer larger than the model) ends nothing.
+        """
+        self.vocab_size, self.position_limit = vocab_size, position_limit
+        self.eos_ids = frozenset(token for token in eos_ids if token < vocab_size)
+
+    def build(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        repeats: Repeats | None = None,
+    ) -> Request:
+        """A checked request; it gets its number for good by :meth:`accept`.
+
+        ``repeats`` counts the samples of equal prompts under equal seeds so far in a call: a repeat
+        continues the sample indices, so that 4 equal prompts draw what one prompt with n=4 draws.
 
         Raises:
             TypeError: the prompt or the parameters have a wrong type.
@@ -58,28 +71,30 @@ class RequestBuilder:
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params has type {type(params).__name__}; give a SamplingParams")
-        ids = self.encode(prompt)
-        if not ids:
-            raise ValueError("the prompt is empty; give at least one token (a BOS token, say)")
-        if len(ids) >= self.position_limit:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens and the model {self.position_limit} positions; "
-                "shorten the prompt so that at least one position is left"
-            )
-        self._check_ids("the prompt", ids)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", params.logit_bias)
+        ids = tuple(self.encode(prompt))
+        self.check_prompt(ids)
+        self.check_ids("stop_token_ids", params.stop_token_ids)
+        self.check_ids("logit_bias", params.logit_bias)
         if params.stop_strings and self._tokenizer is None:
             raise ValueError("stop_strings need a tokenizer: RolloutEngine(model, tokenizer=...)")
-        ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+        first_index = 0
+        if repeats is not None:
+            first_index = repeats[ids, params.seed]
+            repeats[ids, params.seed] += params.n
         return Request(
-            request_id=f"request-{ordinal}" if request_id is None else request_id,
-            ordinal=ordinal,
-            prompt_ids=tuple(ids),
+            request_id=f"request-{self._ordinal}" if request_id is None else request_id,
+            ordinal=self._ordinal,
+            prompt_ids=ids,
             params=params,
             eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
-            noise_key=self._noise_key(params, ids, ordinal),
+            noise_key=self._noise_key(params, ids),
+            first_index=first_index if params.seed is not None else 0,
         )
+
+    def accept(self, request: Request) -> None:
+        """Count a request that is queued: the next one gets the next number."""
+        assert request.ordinal == self._ordinal
+        self._ordinal += 1
 
     def samples(self, request: Request, num_groups: int) -> list[Sample]:
         """The request's ``n`` sequences."""
@@ -135,20 +150,36 @@ class RequestBuilder:
             return None
         return StopTextFinder(self._tokenizer, request.params.stop_strings)
 
-    def _check_ids(self, what: str, ids: Sequence[int] | Mapping[int, float]) -> None:
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Refuse a prompt after which the model could draw nothing.
+
+        Raises:
+            ValueError: it is empty, too long, or has ids outside the vocabulary.
+        """
+        if not ids:
+            raise ValueError("the prompt is empty; give at least one token (a BOS token, say)")
+        if len(ids) >= self.position_limit:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and the model {self.position_limit} positions; "
+                "shorten the prompt so that at least one position is left"
+            )
+        self.check_ids("the prompt", ids)
+
+    def check_ids(self, what: str, ids: Sequence[int] | Mapping[int, float]) -> None:
+        """Refuse ids outside the vocabulary; ``what`` names them in the ValueError."""
         outside = [token for token in ids if not 0 <= token < self.vocab_size]
         if outside:
             raise ValueError(
                 f"{what} has ids {outside[:5]} outside the vocabulary; allowed: 0 to {self.vocab_size - 1}"
             )
 
-    def _noise_key(self, params: SamplingParams, ids: list[int], ordinal: int) -> tuple[int, int, int]:
+    def _noise_key(self, params: SamplingParams, ids: Sequence[int]) -> tuple[int, int, int]:
         """A request's own seed and its prompt fix its noise: the same request draws the same, and
         different prompts under one seed draw independently. Without a seed of its own, the engine's
         seed, this rank and the request's number do. High word 0 keeps the two cases apart."""
         if params.seed is not None:
             return (params.seed, zlib.crc32(array("q", ids).tobytes()), 0)
-        return (self._seed, ordinal & 0xFFFFFFFF, self._rank + 1)
+        return (self._seed, self._ordinal & 0xFFFFFFFF, self._rank + 1)
 
 
 def params_per_prompt(

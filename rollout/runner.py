@@ -6,6 +6,7 @@ Letters: T packed tokens, D rows with logits, N query heads, K kv heads, H head 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +50,14 @@ class PagedStep:
         group = self.batch.groups[self.cache.group_of(layer)]
         pages = self.cache.layer(layer)
         scaling, softcap, sinks = options.get("scaling"), options.get("softcap"), options.get("s_aux")
+        assert scaling is None or isinstance(scaling, Real), "the probe refuses anything else"
+        assert softcap is None or isinstance(softcap, Real), "the probe refuses anything else"
         call = AttentionCall(
             query=query[0].to(dtype),
             key=key[0].to(dtype),
             value=value[0].to(dtype),
-            scaling=scaling if isinstance(scaling, float) else query.shape[-1] ** -0.5,
-            softcap=softcap if isinstance(softcap, float) else None,
+            scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            softcap=None if softcap is None else float(softcap),
             sinks=sinks if isinstance(sinks, Tensor) else None,
         )
         pages.write(group.slots, call.key, call.value)
@@ -71,16 +74,15 @@ def forward(
             cache.copy_pages(g, group.copy_sources, group.copy_targets)
         if group.fresh_pages is not None:
             cache.clear_pages(g, group.fresh_pages)
+    keep = {"logits_to_keep": batch.logit_index} if plan.keeps_logits else {}
     logits: Tensor = view(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         use_cache=False,
-        logits_to_keep=batch.logit_index,
         rollout_step=PagedStep(batch, cache, backend, plan.layer_of),
+        **keep,
     ).logits[0]
-    if logits.shape[0] != batch.logit_index.shape[0]:  # a model that ignores logits_to_keep
-        logits = logits.index_select(0, batch.logit_index)
-    return logits
+    return logits if plan.keeps_logits else logits.index_select(0, batch.logit_index)
 
 
 def set_attention(view: nn.Module) -> None:

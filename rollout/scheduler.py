@@ -6,8 +6,9 @@ tensor. A sequence's life::
     add -> waiting -> running (prefill in chunks, then one token a step) -> finished
               ^----------- preempted: pages taken away, recomputed later ----'
 
-The ``n`` samples of a prompt: the first one computes the prompt while the others are held back;
-with the prompt's last chunk they start as forks that share its pages and draw from its logits.
+Samples of one prompt, be they the ``n`` of a request or of several requests: the first one computes
+the prompt while the others are held back; with the prompt's last chunk they start as forks that
+share its pages and draw from its logits.
 """
 
 from bisect import insort
@@ -61,7 +62,8 @@ class Scheduler:
         self._max_running = config.resolved_max_requests
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # by seniority
-        self._held: dict[int, list[Sequence]] = {}  # request ordinal -> samples that wait for a fork
+        # per prompt: who computes it, first, and the samples that wait to fork from that one
+        self._families: dict[tuple[int, ...], list[Sequence]] = {}
         self._finished: list[Sequence] = []
 
     @property
@@ -72,20 +74,28 @@ class Scheduler:
     @property
     def waiting(self) -> tuple[Sequence, ...]:
         """Sequences that hold no pages, in the order of service."""
-        return (*self._waiting, *(s for held in self._held.values() for s in held))
+        return (*self._waiting, *(s for family in self._families.values() for s in family[1:]))
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
-        return bool(self._running or self._waiting or self._held)
+        return bool(self._running or self._waiting)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether :meth:`take_finished` has something to give."""
+        return bool(self._finished)
 
     def add(self, samples: list[Sequence]) -> None:
         """Queue the samples of one request."""
-        if self.tables.share and len(samples) > 1:
-            self._waiting.append(samples[0])
-            self._held[samples[0].request.ordinal] = samples[1:]
-        else:
+        prompt = samples[0].request.prompt_ids
+        if not self.tables.share:
             self._waiting.extend(samples)
+        elif prompt in self._families:
+            self._families[prompt] += samples
+        else:
+            self._families[prompt] = list(samples)
+            self._waiting.append(samples[0])
 
     def plan(self) -> StepPlan | None:
         """Choose the rows of the next step and take the pages they need.
@@ -128,7 +138,7 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.error = error
         self._finished.append(sequence)
-        self._free_held(sequence)
+        self._hand_over(sequence)
 
     def take_finished(self) -> list[Sequence]:
         """The sequences that ended since the last call."""
@@ -187,10 +197,10 @@ class Scheduler:
         for sequence in self.waiting:
             assert sequence.state is SequenceState.WAITING
             assert not any(sequence.tables) and sequence.num_computed == 0
-        for ordinal, held in self._held.items():
-            assert held, "an empty hold"
-            first = [s for s in (*self._running, *self._waiting) if s.request.ordinal == ordinal]
-            assert first, "samples are held back for a sequence that is gone"
+        for first, *held in self._families.values():
+            assert first in self._running or first in self._waiting, "held back for one that is gone"
+            assert not any(s in self._waiting for s in held), "held back and queued"
+            assert not any(s.num_generated for s in (first, *held)), "the prompt is computed already"
 
     def _plan_running(self, draft: _Draft, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -279,8 +289,10 @@ class Scheduler:
 
     def _start_forks(self, draft: _Draft, parent: Sequence) -> tuple[Sequence, ...]:
         """Start held-back samples on the pages of ``parent``; those without room are queued."""
-        held = self._held.pop(parent.request.ordinal, [])
-        assert not held or parent.num_generated == 0
+        prompt = parent.request.prompt_ids
+        if prompt not in self._families or self._families[prompt][0] is not parent:
+            return ()
+        _, *held = self._families.pop(prompt)
         forks: list[Sequence] = []
         for child in held:
             # each will soon need a page of its own in every group
@@ -305,16 +317,19 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def _drop_waiting(self, sequence: Sequence) -> None:
-        held = self._held.get(sequence.request.ordinal, [])
-        if sequence in held:
-            held.remove(sequence)
-            if not held:
-                del self._held[sequence.request.ordinal]
+        family = self._families.get(sequence.request.prompt_ids, [])
+        if sequence in family[1:]:
+            family.remove(sequence)
         else:
             self._waiting.remove(sequence)
 
-    def _free_held(self, gone: Sequence) -> None:
-        """Queue samples that were held back for a sequence that ended before its prompt was done."""
-        ordinal = gone.request.ordinal
-        if gone.index == 0 and ordinal in self._held:
-            self._waiting.extendleft(reversed(self._held.pop(ordinal)))
+    def _hand_over(self, gone: Sequence) -> None:
+        """When one ends before it computed the prompt for others, the next of them takes over."""
+        prompt = gone.request.prompt_ids
+        family = self._families.get(prompt, [])
+        if gone in family[:1]:
+            family.remove(gone)
+            if family:
+                self._waiting.appendleft(family[0])
+            else:
+                del self._families[prompt]

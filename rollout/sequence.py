@@ -1,7 +1,7 @@
-"""One sample on its way through the engine, and the two messages of a step.
+"""One sample on its way through the engine, and the message that plans a step.
 
-``Sequence`` is the one mutable record; a ``StepPlan`` says what a step computes and a
-``StepResult`` what it drew. This room owns no decision: the scheduler plans, the engine commits.
+``Sequence`` is the one mutable record; a ``StepPlan`` says what a step computes. This room owns no
+decision: the scheduler plans, the engine commits.
 """
 
 from dataclasses import dataclass, field
@@ -39,6 +39,9 @@ class Request:
     """EOS ids that end this request; empty under ``ignore_eos``."""
     noise_key: tuple[int, int, int]
     """(seed, stream low word, stream high word) of the counter-based noise."""
+    first_index: int = 0
+    """Noise index of sample 0: above 0 where a call repeats a prompt under the same seed, so that
+    the repeats are the further samples of the first one."""
 
     @property
     def ending_ids(self) -> frozenset[int]:
@@ -180,12 +183,5 @@ class StepPlan:
         return sum(row.length for row in self.rows)
 
     def drawing(self) -> list[Sequence]:
-        """The sequences that draw a token, in the order of :attr:`StepResult.drawn`."""
+        """The sequences that draw a token, in the order of the logits' rows."""
         return [s for row in self.rows if row.draws for s in (row.sequence, *row.forks)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What a step drew, or why a sequence could not draw, in the order of ``drawing()``."""
-
-    drawn: tuple[DrawnToken | Exception, ...]

@@ -94,14 +94,15 @@ class WeightTracker:
         self._adopt(force=True)
 
     def seems_changed(self) -> bool:
-        """A look that costs microseconds: whether a tensor was replaced or counted a write.
+        """A look that costs microseconds: whether a tensor seen last counted a write or moved.
 
-        Misses writes that do not count (fused optimizers, ``.data``); :meth:`update` misses none.
+        Misses writes that do not count (fused optimizers, ``.data``) and new or replaced tensors;
+        :meth:`update` misses nothing.
         """
         return self._glance() != self._last_glance
 
     def add_hook(self, hook: Callable[[int], None]) -> Callable[[], None]:
-        """Call ``hook(version)`` at each new version; returns a function that removes it."""
+        """Have ``hook(version)`` called by :meth:`run_hooks`; returns a function that removes it."""
         hook_id = next(self._hook_ids)
         self._hooks[hook_id] = hook
 
@@ -109,6 +110,12 @@ class WeightTracker:
             self._hooks.pop(hook_id, None)
 
         return remove
+
+    def run_hooks(self) -> None:
+        """Tell the hooks the version. The engine does so when nothing of the old one is left: a hook
+        may raise, or use the engine."""
+        for hook in list(self._hooks.values()):
+            hook(self.version)
 
     def _glance(self) -> tuple[tuple[int, int], ...]:
         return tuple((t.data_ptr(), t._version) for t in self._tensors)
@@ -126,8 +133,6 @@ class WeightTracker:
             self._view = view
         self._fingerprint = new
         self._version += 1
-        for hook in list(self._hooks.values()):
-            hook(self._version)
         return True
 
 
@@ -139,7 +144,11 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def structure_of(model: nn.Module) -> tuple[object, ...]:
     """Module identities, tensor identities and plain module settings, comparable with ``==``."""
-    modules = tuple((name, id(module), _settings(module)) for name, module in model.named_modules())
+    modules = tuple(
+        # a forward patched onto the instance (mixed precision, fused kernels) is structure, too
+        (name, id(module), type(module), id(vars(module).get("forward")), _settings(module))
+        for name, module in model.named_modules()
+    )
     tensors = tuple(
         (name, id(t), t.data_ptr(), t.shape, t.dtype, t.device) for name, t in named_tensors(model)
     )
@@ -230,10 +239,10 @@ def make_view(model: nn.Module) -> nn.Module:
             memo[id(vars(module)[table])] = OrderedDict()
     try:
         view: nn.Module = copy.deepcopy(model, memo)
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:
         raise UnsupportedModelError(
             "the model holds something that cannot be copied beside its tensors (a lock, a file, a "
-            f"process group?): {error}; remove it from the model before building the engine"
+            f"process group, an activation?): {error}; remove it from the model before building the engine"
         ) from error
     foreign = frozenset(id(module) for module in model.modules())
     for module in view.modules():

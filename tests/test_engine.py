@@ -2,14 +2,23 @@
 
 import logging
 import math
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+)
 
+import rollout.attention.backend
+import rollout.capacity
 import rollout.engine
-from oracle import assert_greedy, oracle_greedy
+import rollout.scoring
+from oracle import assert_greedy, assert_logprobs, oracle_greedy
 from rollout import (
     DuplicateRequestError,
     EngineConfig,
@@ -398,6 +407,84 @@ def test_models_that_cannot_be_served_are_refused_when_built() -> None:
         make(config={"attn_implementation": "flash"})
 
 
+def test_more_models_that_cannot_be_served_are_refused_with_the_reason() -> None:
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=20, hidden_size=8, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedModelError):
+        RolloutEngine(bloom)
+    model = TINY_MODELS["llama"]()
+    model.config.sliding_window = 8  # set, and no layer says that it slides
+    with pytest.raises(UnsupportedModelError, match="sliding_window=8"):
+        RolloutEngine(model)
+
+
+def test_a_whole_number_as_scaling_is_taken_as_it_is() -> None:
+    """attention_multiplier=1 was read as "none given" and replaced by head_dim ** -0.5."""
+    model = TINY_MODELS["llama"]()
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 1
+    for completion in RolloutEngine(model).generate([PROMPT, [7]], GREEDY):
+        assert_greedy(model, completion)
+        assert_logprobs(model, completion)
+
+
+def test_a_model_that_ignores_logits_to_keep_never_mixes_rows() -> None:
+    """Decode rows are packed by length: unselected logits would belong to other rows."""
+    model = TINY_MODELS["llama"]()
+    original = type(model).forward
+    model.forward = MethodType(lambda self, *a, logits_to_keep=0, **k: original(self, *a, **k), model)
+    engine = RolloutEngine(model)
+    prompts = [[7], PROMPT, [1, 2, 3]]
+    found = engine.generate(prompts, GREEDY)
+    assert not engine._plan.keeps_logits
+    assert [c.token_ids for c in found] == [c.token_ids for c in make().generate(prompts, GREEDY)]
+
+
+# --- score ---------------------------------------------------------------------------------------------
+
+
+def test_score_checks_what_it_is_given_and_changes_nothing_later() -> None:
+    engine = make()
+    for prompts, completions in (([[5]], [[1, 97]]), ([[]], [[1]]), ([[5]], [[]]), ([[5]], []), ("5", ["1"])):
+        with pytest.raises((ValueError, TypeError)):
+            engine.score(prompts, completions)
+    unseeded = SamplingParams(max_new_tokens=8)
+    engine.score([PROMPT, [7]], [[1, 2], [3]])
+    engine.generate([[]], unseeded, on_error="return")  # a refused request takes no number either
+    assert (
+        engine.generate([PROMPT], unseeded)[0].token_ids == make().generate([PROMPT], unseeded)[0].token_ids
+    )
+
+
+def test_score_of_a_long_sequence_goes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    completions = [[3, 1, 4, 1, 5, 9] * 10, [2], [6, 5] * 8]
+    expected = make("gemma3").score([PROMPT] * 3, completions)
+    monkeypatch.setattr(rollout.scoring, "MAX_LOGITS", 97 * 20)
+    found = make("gemma3").score([PROMPT] * 3, completions)
+    assert [len(f) for f in found] == [60, 1, 16]
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_score_with_requests_in_flight_leaves_them_alone() -> None:
+    engine = make()
+    engine.add_request(PROMPT, GREEDY)
+    engine.step()
+    engine.score([PROMPT], [[1, 2]])
+    done = []
+    while engine.has_work:
+        done += engine.step()
+    assert done[0].token_ids == make().generate([PROMPT], GREEDY)[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_scores_worked_through_in_slices_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make(name).generate([PROMPT * 3, [7]], GREEDY)
+    monkeypatch.setattr(rollout.attention.backend, "MAX_SCORES", 100)
+    found = make(name).generate([PROMPT * 3, [7]], GREEDY)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert found[0].policy_logprobs == pytest.approx(expected[0].policy_logprobs, abs=1e-4)
+
+
 # --- memory -------------------------------------------------------------------------------------------
 
 
@@ -446,7 +533,7 @@ def test_max_memory_bounds_the_cache_and_preemption_still_finishes_everything() 
 def test_the_chosen_size_is_logged_in_bytes(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="rollout"):
         make().generate([PROMPT], GREEDY)
-    assert "1 pages of 32 tokens" in caplog.text and "bytes (" in caplog.text
+    assert "2 pages of 32 tokens, 32768 bytes" in caplog.text
 
 
 def test_everything_cut_short_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -465,3 +552,67 @@ def test_metrics_count_what_happened() -> None:
     assert set(metrics.seconds_by_stage) == {"weights", "schedule", "build", "forward", "sample", "commit"}
     assert metrics.tokens_per_second == pytest.approx(20 / metrics.seconds)
     assert metrics.as_dict()["seconds_forward"] > 0
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+def test_max_memory_bounds_all_layer_groups_together(name: str) -> None:
+    bound = 60 * 2**10
+    engine = make(name, config=EngineConfig(page_size=4, max_memory=bound))
+    null_pages = sum(engine._plan.layout.page_bytes(4))
+    for prompts in ([[1] * 30] * 3, [[1] * 4] * 40, [[2] * 60], [[i] * 20 for i in range(20)]):
+        batch = engine.generate(prompts, SamplingParams(max_new_tokens=20, temperature=0))
+        assert engine.cache_bytes <= bound + null_pages
+        assert all(len(c.token_ids) == 20 for c in batch)
+        engine.check()
+
+
+def test_the_budget_is_settled_once_and_does_not_creep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free memory counts pages that are taken but not yet touched: half of it again at every step."""
+    monkeypatch.setattr(
+        rollout.capacity.psutil, "virtual_memory", lambda: SimpleNamespace(available=80 * 2**10)
+    )
+    engine = make(config=EngineConfig(page_size=4, pack_weights=False))
+    sizes = set()
+    for i in range(20):
+        engine.add_request([i + 1] * 9, SamplingParams(max_new_tokens=20))
+    while engine.has_work:
+        engine.step()
+        sizes.add(engine.cache_bytes)
+    (size,) = sizes
+    assert size <= 40 * 2**10 + sum(engine._plan.layout.page_bytes(4))  # the null page comes on top
+
+
+def test_an_interrupted_generate_keeps_other_peoples_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    engine.add_request([7], GREEDY, request_id="theirs")
+    engine.cancel_request("theirs")
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout.engine, "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([PROMPT], GREEDY)
+    assert engine.has_work
+    assert [(c.request_id, c.finish_reason) for c in engine.step()] == [("theirs", "cancelled")]
+    assert not engine.has_work
+
+
+def test_a_call_that_breaks_while_queueing_leaves_no_orphans() -> None:
+    class Breaks(list):
+        def __iter__(self) -> Any:
+            raise KeyboardInterrupt
+
+    engine = make()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([PROMPT, Breaks([1])], [GREEDY, GREEDY])
+    assert not engine.has_work
+
+
+def test_equal_prompts_under_one_seed_are_the_samples_of_one() -> None:
+    """Trainers repeat a prompt instead of asking for n: equal copies would have zero advantage."""
+    many = make().generate([PROMPT] * 4, SamplingParams(max_new_tokens=8, seed=3))
+    one = make().generate([PROMPT], SamplingParams(max_new_tokens=8, seed=3, n=4))
+    assert [c.token_ids for c in many] == [c.token_ids for c in one]
+    assert len({c.token_ids for c in many}) == 4

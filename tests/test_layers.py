@@ -78,7 +78,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "": {"config", "engine", "results", "types"},  # rollout/__init__.py
     "bench": {"config", "engine", "types"},
-    "cli": {"attention", "config", "demo_model", "engine", "requests", "results", "types"},
+    "jsonl": {"requests", "types"},
+    "cli": {"attention", "bench", "config", "demo_model", "engine", "jsonl", "results", "types"},
     "__main__": {"cli"},
 }
 HOST_ROOMS = ["types", "noise", "text", "pages", "config", "sequence", "tables", "scheduler", "meter"]

@@ -427,9 +427,9 @@ def test_a_prefix_is_found_only_as_far_as_its_chunk_has_come() -> None:
     driver = Driver(num_pages=16, max_batch_tokens=6)
     driver.submit([1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert rows(driver.step()) == [("r0.0", 0, 6)]
-    driver.submit([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    driver.submit([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
     # r0 fills its second page in this very step, and r1 finds it
-    assert rows(driver.step()) == [("r0.0", 6, 3), ("r1.0", 8, 1)]
+    assert rows(driver.step()) == [("r0.0", 6, 3), ("r1.0", 8, 2)]
 
 
 def test_a_finished_request_leaves_its_prefix_behind() -> None:
@@ -641,13 +641,26 @@ def test_cancel_ends_a_request_once_in_any_state_and_keeps_its_tokens(
     assert {s.finish_reason for s in others} == {FinishReason.LENGTH}
 
 
+def test_equal_prompts_of_different_requests_are_computed_once() -> None:
+    """As trainers send them that repeat a prompt: the later request forks from the first one."""
+    driver = Driver(num_pages=16)
+    first = driver.submit([1, 2, 3, 4, 5], n=2, max_new_tokens=3)
+    second = driver.submit([1, 2, 3, 4, 5], max_new_tokens=2)
+    plan = driver.step()
+    assert rows(plan) == [("r0.0", 0, 5)]
+    assert [s.num_generated for s in (*first, *second)] == [1, 1, 1]
+    driver.drain()
+    assert [s.num_generated for s in (*first, *second)] == [3, 3, 2]
+
+
 def test_the_end_of_the_first_sample_frees_those_held_back_for_it() -> None:
     driver = Driver(num_pages=8, max_batch_tokens=5)
     samples = driver.submit([1, 2, 3, 4, 5, 6, 7], n=3, max_new_tokens=1)
     driver.step()
     driver.scheduler.finish(samples[0], FinishReason.ERROR, RuntimeError("its fault alone"))
-    # the page that it filled is still there
-    assert [rows(plan) for plan in driver.drain()] == [[("r0.1", 4, 3), ("r0.2", 4, 2)], [("r0.2", 6, 1)]]
+    # the page that it filled is still there; the second sample takes over and the third forks
+    assert [rows(plan) for plan in driver.drain()] == [[("r0.1", 4, 3)]]
+    assert all(len(sample.ids) == 8 for sample in samples[1:])
     assert [s.finish_reason for s in samples] == [FinishReason.ERROR, *[FinishReason.LENGTH] * 2]
 
 

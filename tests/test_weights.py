@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -346,3 +347,93 @@ def test_tracker_adopts_nothing_when_the_new_structure_is_refused() -> None:
     assert tracker.view is view and tracker.version == 0
     refuse = False
     assert tracker.update() and tracker.version == 1
+
+
+def test_a_raising_hook_leaves_no_stale_weights_behind() -> None:
+    """The version was counted before pages and packed copies were let go: the hook's error kept them."""
+    model = TINY_MODELS["llama"]()
+    engine = RolloutEngine(model, config=EngineConfig(page_size=4))
+    engine.generate([PROMPT] * 5, PARAMS)
+
+    def explode(version: int) -> None:
+        raise OSError("disk full")
+
+    engine.add_refresh_hook(explode)
+    write_in_place(model)
+    with pytest.raises(OSError, match="disk full"):
+        engine.generate([PROMPT] * 5, PARAMS)
+    after = engine.generate([PROMPT] * 5, PARAMS)
+    fresh = RolloutEngine(model, config=EngineConfig(page_size=4)).generate([PROMPT] * 5, PARAMS)
+    assert after[0].cached_tokens == 0
+    assert [c.policy_logprobs for c in after] == [c.policy_logprobs for c in fresh]
+
+
+@pytest.mark.parametrize("change", [write_through_data, step_fused_adamw, lora], ids=lambda f: f.__name__)
+def test_requests_added_by_hand_see_changes_that_count_no_write(
+    change: Callable[[nn.Module], object],
+) -> None:
+    """A glance at write counters misses these; the first step after idling must look properly."""
+    model = TINY_MODELS["llama"]()
+    engine = RolloutEngine(model, config=EngineConfig(page_size=4))
+    for version in (0, 1):
+        engine.add_request(PROMPT, PARAMS)
+        done = []
+        while engine.has_work:
+            done += engine.step()
+        assert done[0].versions == (version,) * 6 and done[0].cached_tokens == 0
+        assert_logprobs(model, done[0])
+        if version == 0:
+            change(model)
+
+
+def test_forward_patched_after_the_engine_was_built_is_seen() -> None:
+    model = TINY_MODELS["llama"]()
+    engine = RolloutEngine(model)
+    before = engine.generate([PROMPT], PARAMS)[0]
+    forward = type(model).forward
+    model.forward = MethodType(torch.autocast("cpu", dtype=torch.bfloat16)(forward), model)
+    after = engine.generate([PROMPT], PARAMS)[0]
+    assert engine.weight_version == 1
+    assert after.policy_logprobs != before.policy_logprobs
+    assert_logprobs(model, after, tolerance=0.1)
+
+
+def test_entering_autocast_keeps_count_of_packed_copies() -> None:
+    engine = RolloutEngine(TINY_MODELS["llama"](), config=EngineConfig(pack_weights=True))
+    plain = engine.generate([PROMPT] * 5, PARAMS).metrics.derived_bytes
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = engine.generate([PROMPT] * 5, PARAMS).metrics.derived_bytes
+    assert plain > 0 and cast > 0
+    engine.release_memory()
+    assert engine._packed.num_bytes == 0
+
+
+def test_a_training_step_in_the_same_autocast_context_gets_its_gradients() -> None:
+    """Casts made without gradients and kept by autocast would cut the weights off the next loss."""
+    model = TINY_MODELS["llama"]()
+    engine = RolloutEngine(model, config=EngineConfig(pack_weights=False))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        engine.generate([PROMPT], PARAMS)
+        engine.score([PROMPT], [[1, 2]])
+        ids = torch.tensor([PROMPT])
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in model.parameters())
+
+
+def test_float16_autocast_does_not_reach_the_packed_kernels() -> None:
+    model = TINY_MODELS["llama"]()
+    with torch.autocast("cpu", dtype=torch.float16):
+        (completion,) = RolloutEngine(model).generate([PROMPT], PARAMS)
+        assert_logprobs(model, completion, tolerance=0.1)
+
+
+def test_a_resized_vocabulary_is_the_new_limit() -> None:
+    model = TINY_MODELS["llama"]()
+    engine = RolloutEngine(model)
+    with pytest.raises(ValueError, match="97"):
+        engine.add_request([97], PARAMS)
+    model.resize_token_embeddings(120)
+    assert engine.generate([[97, 119]], PARAMS)[0].finish_reason == "length"
+    model.resize_token_embeddings(50)
+    batch = engine.generate([[97], [49]], PARAMS, on_error="return")
+    assert [c.finish_reason for c in batch] == ["error", "length"]

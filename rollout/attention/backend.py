@@ -53,13 +53,36 @@ class AttentionStep(Protocol):
         """Attention of one layer: ``query [1, N, T, H]`` -> ``[1, T, N, H]``."""
 
 
+MAX_SCORES = 2**26
+"""Scores that exist at once: 256 MB of float32."""
+
+
 def attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, call: AttentionCall, sinks: Tensor | None
 ) -> Tensor:
     """matmul -> fp32 softmax -> matmul over the last two dimensions, with soft cap and sinks.
 
-    ``bias`` (0 or -inf) and ``sinks`` (last dimension 1) broadcast against the scores.
+    ``bias`` (0 or -inf) and ``sinks`` (last dimension 1) broadcast against the scores. Works
+    through the queries in slices, so that a long prompt does not need all its scores at once.
     """
+    length = query.shape[-2]
+    scores_per_query = query.shape[:-2].numel() * key.shape[-2]
+    step = max(1, MAX_SCORES // max(1, scores_per_query))
+    if step >= length:
+        return _attend_slice(query, key, value, bias, call, sinks)
+    slices = []
+    for start in range(0, length, step):
+        part = slice(start, start + step)
+        seen = bias if bias.shape[-2] == 1 else bias[..., part, :]
+        per_query = sinks is not None and sinks.shape[-2] == length
+        of_part = sinks[..., part, :] if sinks is not None and per_query else sinks
+        slices.append(_attend_slice(query[..., part, :], key, value, seen, call, of_part))
+    return torch.cat(slices, dim=-2)
+
+
+def _attend_slice(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, call: AttentionCall, sinks: Tensor | None
+) -> Tensor:
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * call.scaling
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
