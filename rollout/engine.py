@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rollout.attention import make_backend
 from rollout.batch import build_batch
 from rollout.capacity import CapacityPlanner
+from rollout.commit import commit
 from rollout.config import EngineConfig
 from rollout.kv_cache import KVCache
 from rollout.meter import Meter
@@ -29,11 +30,9 @@ from rollout.sampling import SamplingRow, draw
 from rollout.scheduler import Scheduler
 from rollout.scoring import score_sequences
 from rollout.sequence import Sequence as Sample
-from rollout.sequence import StepPlan
 from rollout.tables import PageTables
 from rollout.types import (
     Completion,
-    DrawnToken,
     DuplicateRequestError,
     FinishReason,
     RolloutMetrics,
@@ -83,6 +82,7 @@ class RolloutEngine:
         self._requests = RequestBuilder(tokenizer, seed=self.config.seed, rank=_rank())
         self._finished: list[Completion] = []
         self._meter = Meter()
+        self._is_sized = False  # whether the cache was sized since the last request came
         self._is_noticed = False  # whether a call has compared the weights before its first step
         self._weights = WeightTracker(model, prepare=self._prepare_view)
         self._device: torch.device
@@ -173,9 +173,10 @@ class RolloutEngine:
 
         Returns whether a live request had this id. Unknown and finished ids are no error.
         """
-        live = self._scheduler.live(request_id)
-        self._scheduler.finish_all(live, FinishReason.CANCELLED)
-        return bool(live)
+        if not self._scheduler.is_live(request_id):
+            return False
+        self._scheduler.finish_all(self._scheduler.live(request_id), FinishReason.CANCELLED)
+        return True
 
     def step(self) -> list[Completion]:
         """Run one step and return the completions that ended since the last call.
@@ -231,6 +232,7 @@ class RolloutEngine:
         The next step takes memory again. Requests in flight are kept and computed again.
         """
         self._cache.release()
+        self._is_sized = False
         self._capacity.renew()
         self._packed.release()
         self._scheduler.replace_tables(self._empty_tables())
@@ -243,13 +245,14 @@ class RolloutEngine:
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, repeats: Repeats | None
     ) -> str:
         request = self._requests.build(prompt, params, request_id, repeats)
-        if self._scheduler.live(request.request_id):
+        if self._scheduler.is_live(request.request_id):
             raise DuplicateRequestError(
                 f"request_id={request.request_id!r} is live; wait until it has ended or choose another id"
             )
         self._capacity.refuse_unfit(request)
         self._requests.accept(request)
         self._scheduler.add(self._requests.samples(request, len(self._plan.layout.groups)))
+        self._is_sized = False
         return request.request_id
 
     def _submit_all(
@@ -330,22 +333,7 @@ class RolloutEngine:
         with self._meter.stage("sample"):
             drawn = draw(logits, [_sampling_row(s) for s in drawing], batch.logit_rows) if drawing else ()
         with self._meter.stage("commit"):
-            self._commit(plan, drawing, drawn)
-
-    def _commit(self, plan: StepPlan, drawing: list[Sample], drawn: Sequence[DrawnToken | Exception]) -> None:
-        self._scheduler.commit(plan)
-        for sequence, token in zip(drawing, drawn, strict=True):
-            if isinstance(token, Exception):
-                self._scheduler.finish(sequence, FinishReason.ERROR, token)
-                continue
-            sequence.append(token, self.weight_version)
-            try:
-                reason = _end_reason(sequence, token.token_id, self._requests.position_limit)
-            except Exception as error:  # the user's tokenizer: that request's fault alone
-                self._scheduler.finish(sequence, FinishReason.ERROR, error)
-                continue
-            if reason is not None:
-                self._scheduler.finish(sequence, reason)
+            commit(self._scheduler, plan, drawing, drawn, self.weight_version, self._requests.position_limit)
 
     def _take_finished(self) -> list[Completion]:
         completions = self._finished + [s.completion() for s in self._scheduler.take_finished()]
@@ -353,6 +341,8 @@ class RolloutEngine:
         return completions
 
     def _ensure_capacity(self) -> None:
+        if self._is_sized:
+            return
         requests = {s.request.ordinal: s.request for s in self._scheduler.live()}
         pages = self._capacity.num_pages(requests.values(), self._cache.num_pages)
         if any(new < old for new, old in zip(pages, self._cache.num_pages, strict=True)):
@@ -363,6 +353,7 @@ class RolloutEngine:
             self._cache.resize(pages)
             self._capacity.log(pages)
         self._scheduler.tables.grow(self._cache.num_pages)
+        self._is_sized = True
 
     def _notice_weights(self, *, thorough: bool) -> None:
         """Enter a new version if weights, modules or the caller's autocast changed.
@@ -406,6 +397,7 @@ class RolloutEngine:
             eos_ids=eos_token_ids(self._base, self._tokenizer),
         )
         if not is_same:
+            self._is_sized = False
             self._cache = KVCache(plan.layout, self.config.page_size)
             self._capacity = CapacityPlanner(self.config, plan.layout, position_limit(config))
         if is_first:
@@ -437,27 +429,6 @@ class RolloutEngine:
             cache_bytes=self._cache.num_bytes,
             derived_bytes=self._packed.num_bytes,
         )
-
-
-def _end_reason(sequence: Sample, token: int, position_limit: int) -> FinishReason | None:
-    """Whether the token just drawn ends the sequence; notes what matched on the sequence."""
-    request, params = sequence.request, sequence.request.params
-    armed = sequence.num_generated >= params.min_new_tokens
-    found = sequence.stop_text.push(token, armed=armed) if sequence.stop_text is not None else None
-    if token in request.eos_ids:
-        sequence.stop_match = token
-        return FinishReason.EOS
-    if token in params.stop_token_ids:
-        sequence.stop_match = token
-        return FinishReason.STOP
-    if found is not None:
-        sequence.stop_match, sequence.stop_offset = found
-        return FinishReason.STOP
-    if sequence.num_generated >= params.max_new_tokens:
-        return FinishReason.LENGTH
-    if len(sequence.ids) >= position_limit:
-        return FinishReason.MAX_POSITION
-    return None
 
 
 def _sampling_row(sequence: Sample) -> SamplingRow:

@@ -12,7 +12,7 @@ share its pages and draw from its logits.
 """
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -65,6 +65,7 @@ class Scheduler:
         # per prompt: who computes it, first, and the samples that wait to fork from that one
         self._families: dict[tuple[int, ...], list[Sequence]] = {}
         self._finished: list[Sequence] = []
+        self._num_live: Counter[str] = Counter()  # unfinished samples per request id
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -89,6 +90,7 @@ class Scheduler:
     def add(self, samples: list[Sequence]) -> None:
         """Queue the samples of one request."""
         prompt = samples[0].request.prompt_ids
+        self._num_live[samples[0].request.request_id] += len(samples)
         if not self.tables.share:
             self._waiting.extend(samples)
         elif prompt in self._families:
@@ -139,11 +141,18 @@ class Scheduler:
         sequence.error = error
         self._finished.append(sequence)
         self._hand_over(sequence)
+        self._num_live[sequence.request.request_id] -= 1
+        if not self._num_live[sequence.request.request_id]:
+            del self._num_live[sequence.request.request_id]
 
     def take_finished(self) -> list[Sequence]:
         """The sequences that ended since the last call."""
         finished, self._finished = self._finished, []
         return finished
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether the request has an unfinished sample."""
+        return request_id in self._num_live
 
     def live(self, request_id: str | None = None) -> list[Sequence]:
         """Unfinished sequences of one request, or of all."""
@@ -192,6 +201,7 @@ class Scheduler:
     def check(self) -> None:
         """Audit queues and page books; raises AssertionError."""
         self.tables.check(self._running)
+        assert self._num_live == Counter(s.request.request_id for s in self.live()), "live ids are wrong"
         assert self._running == sorted(self._running, key=lambda s: s.seniority), "running out of order"
         assert all(s.state is SequenceState.RUNNING for s in self._running)
         for sequence in self.waiting:

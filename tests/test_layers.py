@@ -57,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     # all of it wired together, and what stands in front of it
     "engine": {
+        "commit",
         "attention",
         "batch",
         "capacity",
@@ -78,6 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "": {"config", "engine", "results", "types"},  # rollout/__init__.py
     "bench": {"config", "engine", "types"},
+    "commit": {"scheduler", "sequence", "types"},
     "jsonl": {"requests", "types"},
     "cli": {"attention", "bench", "config", "demo_model", "engine", "jsonl", "results", "types"},
     "__main__": {"cli"},
