@@ -85,7 +85,7 @@ class RolloutEngine:
         self._is_sized = False  # whether the cache was sized since the last request came
         self._is_noticed = False  # whether a call has compared the weights before its first step
         self._weights = WeightTracker(model, prepare=self._prepare_view)
-        self._device: torch.device
+        self._device = single_device(model)
         self._autocast: torch.dtype | None
         self._plan: ModelPlan
         self._cache: KVCache
@@ -384,13 +384,13 @@ class RolloutEngine:
     def _probe_view(self, view: nn.Module) -> None:
         """Find out what the view needs; its layers, vocabulary or device may differ from before."""
         is_first = "_plan" not in vars(self)
-        device = single_device(self._model)
+        self._device = single_device(self._model)
         config = self._base.config.get_text_config()
         self._autocast = self._current_autocast()
         with self._packed.watching():
-            plan = probe(view, config, device)
+            plan = probe(view, config, self._device)
         is_same = not is_first and plan.layout == self._plan.layout
-        self._plan, self._device = plan, device
+        self._plan = plan
         self._requests.renew(
             vocab_size=plan.vocab_size,
             position_limit=position_limit(config),
@@ -417,7 +417,7 @@ class RolloutEngine:
         return tables
 
     def _current_autocast(self) -> torch.dtype | None:
-        kind = single_device(self._model).type
+        kind = self._device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _metrics(self, completions: Sequence[Completion], num_requests: int) -> RolloutMetrics:

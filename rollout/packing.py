@@ -140,7 +140,7 @@ class LinearGroup:
                 input.to(dtype).to(packed.weight.dtype), packed.weight, packed.bias, "none", [], ""
             )
             sizes = [each.out_features for each in self._members]
-            outputs = fused.to(dtype).split(sizes, dim=-1)
+            outputs = fused.to(dtype).split_with_sizes(sizes, dim=-1)
             self._input, self._input_version = input, input._version
             self._outputs = {id(each): out for each, out in zip(self._members, outputs, strict=True)}
         out = self._outputs.pop(id(member))
