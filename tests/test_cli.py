@@ -13,19 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from rollout.cli import ENGINE_OPTIONS, SAMPLING_OPTIONS, main, memory_size
 from rollout.jsonl import LINE_PARAMS
 from tiny_models import MAX_POSITIONS, tiny_llama
+from tiny_tokenizer import EOS_ID, VOCAB_SIZE, tiny_tokenizer
 
-EOS_ID = 0
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 FIELDS = [
     "id",
     "index",
@@ -48,15 +43,8 @@ OUT_OF_VOCABULARY = {"prompt_ids": [10_000]}
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny random model that knows every byte, with a chat template, as a folder."""
     folder = tmp_path_factory.mktemp("model")
-    vocab = {"<eos>": EOS_ID}
-    vocab |= {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), start=1)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-    tiny_llama(vocab_size=len(vocab), eos_token_id=EOS_ID).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    tiny_llama(vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID).save_pretrained(folder)
     return str(folder)
 
 
