@@ -201,7 +201,6 @@ class Scheduler:
     def check(self) -> None:
         """Audit queues and page books; raises AssertionError."""
         self.tables.check(self._running)
-        assert self._num_live == Counter(s.request.request_id for s in self.live()), "live ids are wrong"
         assert self._running == sorted(self._running, key=lambda s: s.seniority), "running out of order"
         assert all(s.state is SequenceState.RUNNING for s in self._running)
         for sequence in self.waiting:
@@ -211,6 +210,7 @@ class Scheduler:
             assert first in self._running or first in self._waiting, "held back for one that is gone"
             assert not any(s in self._waiting for s in held), "held back and queued"
             assert not any(s.num_generated for s in (first, *held)), "the prompt is computed already"
+        assert self._num_live == Counter(s.request.request_id for s in self.live()), "live ids are wrong"
 
     def _plan_running(self, draft: _Draft, sequences: list[Sequence]) -> None:
         for sequence in sequences:
