@@ -6,7 +6,6 @@ more so for nothing but the number. The only difference to a plain TRL script is
 transformers load.
 
     python recipes/grpo_quickstart.py --out runs/quickstart
-    accelerate launch --num_processes 2 --cpu recipes/grpo_quickstart.py --out runs/two
 
 Left out: an evaluation set beyond five held-out questions, a learning-rate schedule worth the name,
 reference-model KL (``beta``), LoRA, and every knob that a longer run would want.
@@ -82,7 +81,7 @@ class StepTable(TrainerCallback):
     def __init__(self, console: Console) -> None:
         self.rows: list[dict[str, float]] = []
         self._console = console
-        console.print("  ".join(f"{name:>12}" for name in COLUMNS))
+        console.print("  ".join(f"{name:>12}" for name in COLUMNS), soft_wrap=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """A row for every log of a training step."""
@@ -92,7 +91,8 @@ class StepTable(TrainerCallback):
         numbers["seconds_training"] = numbers["step_time"] - numbers["rollout/seconds"]
         self.rows.append(numbers)
         if state.is_world_process_zero:
-            self._console.print("  ".join(f"{float(numbers.get(key, 0)):12.4g}" for key in COLUMNS.values()))
+            cells = (f"{float(numbers.get(key, 0)):12.4g}" for key in COLUMNS.values())
+            self._console.print("  ".join(cells), soft_wrap=True)
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:
