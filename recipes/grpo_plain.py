@@ -109,7 +109,8 @@ def main() -> None:
             f"step {step + 1:3d}  reward {rewards.mean():.3f}"
             f"  length {tensors.completion_mask.sum(1).float().mean():.1f}"
             f"  {batch.metrics.tokens_per_second:.0f} tokens/s  logprob gap {gap:.1e}"
-            f"  {batch.metrics.seconds:.1f} s generating  {time.perf_counter() - started:.1f} s training"
+            f"  {batch.metrics.seconds:.1f} s generating  {time.perf_counter() - started:.1f} s training",
+            soft_wrap=True,
         )
 
 
