@@ -95,6 +95,11 @@ class RolloutEngine:
             self._weights.update()
 
     @property
+    def model(self) -> nn.Module:
+        """The model that was given, whose tensors are used."""
+        return self._model
+
+    @property
     def weight_version(self) -> int:
         """Version of the weights seen last: 0 at construction, one more at each change."""
         return self._weights.version

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, RLOOConfig
 
 from rollout import RolloutError
-from rollout.integrations.trl import GRPOTrainer, RLOOTrainer, sampling_params
+from rollout.integrations.trl import GRPOTrainer, RLOOTrainer
+from rollout.integrations.trl_sampling import sampling_params
 from tiny_models import TINY_MODELS
 from tiny_tokenizer import EOS_ID, VOCAB_SIZE, tiny_tokenizer
 
