@@ -7,19 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tiny_models import TINY_MODELS
-from tiny_tokenizer import EOS_ID, VOCAB_SIZE, tiny_tokenizer
+from trl_tiny import model_folder
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    TINY_MODELS["llama"](vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def run(recipe: str, *flags: str) -> str:
@@ -35,16 +26,16 @@ def run(recipe: str, *flags: str) -> str:
     return done.stdout
 
 
-def test_grpo_plain(model_folder: Path) -> None:
+def test_grpo_plain() -> None:
     flags = ("--steps", "2", "--prompts", "2", "--samples", "2", "--max-new-tokens", "4")
-    out = run("grpo_plain.py", "--model", str(model_folder), *flags)
+    out = run("grpo_plain.py", "--model", str(model_folder()), *flags)
     gaps = [float(line.split("logprob gap ")[1].split()[0]) for line in out.splitlines() if "gap" in line]
     assert len(gaps) == 2 and max(gaps) < 1e-4
 
 
-def test_grpo_quickstart(model_folder: Path, tmp_path: Path) -> None:
+def test_grpo_quickstart(tmp_path: Path) -> None:
     flags = ("--steps", "2", "--prompts-per-step", "2", "--samples", "2", "--max-completion-length", "4")
-    out = run("grpo_quickstart.py", "--model", str(model_folder), "--out", str(tmp_path), *flags)
+    out = run("grpo_quickstart.py", "--model", str(model_folder()), "--out", str(tmp_path), *flags)
     assert "held-out questions" in out
     assert (tmp_path / "curves.png").stat().st_size > 1000
     assert (tmp_path / "checkpoint" / "model.safetensors").exists()
