@@ -18,7 +18,10 @@ from trl_tiny import digest, grpo, length, logged, rloo, tiny_model, vowels
 pytestmark = pytest.mark.filterwarnings("default")
 
 # letters end completions, so that some are left after masking
-MASKED = {"mask_truncated_completions": True, "generation_kwargs": {"stop_strings": list("bcdfghjklmnpqrstvwxyz")}}
+MASKED = {
+    "mask_truncated_completions": True,
+    "generation_kwargs": {"stop_strings": list("bcdfghjklmnpqrstvwxyz")},
+}
 
 
 def assert_each_step_is_noticed(trainer: Any) -> None:
