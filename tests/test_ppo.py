@@ -689,24 +689,70 @@ def test_settings_that_touch_the_step(tmp_path: Path, changes: dict[str, Any]) -
     assert all(torch.isfinite(p).all() for p in run.trainer.model.parameters())
 
 
-def test_minibatches_in_parts_have_the_gradient_of_the_whole(tmp_path: Path) -> None:
-    """Rows of unequal length: a mean of means would differ."""
-    trained = []
-    for size in (4, 1):
-        run = Run(
-            tmp_path,
-            max_steps=1,
-            num_ppo_epochs=1,
-            num_mini_batches=1,
-            per_device_train_batch_size=size,
-            stop_strings=["a", "e", "i", "o", "u", "A", "E", "1", "2", "3", " ", "t", "r", "s"],
-            response_length=12,
-            more={"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
-        ).train()
-        trained.append(weights(run.trainer))
-    for name, left in trained[0].items():
-        torch.testing.assert_close(left, trained[1][name], atol=2e-5, rtol=1e-4)
-    assert run.log("lr") == [0.1]
+@pytest.mark.parametrize("size", [4, 3, 1])
+def test_an_update_follows_the_gradient_of_the_mean_over_tokens(tmp_path: Path, size: int) -> None:
+    """In parts of any size, with completions of unequal length: a mean of means would differ."""
+    run = Run(
+        tmp_path,
+        max_steps=1,
+        num_ppo_epochs=1,
+        num_mini_batches=1,
+        per_device_train_batch_size=size,
+        max_grad_norm=None,
+        stop_strings=list("aeiouAE123 tr"),
+        response_length=12,
+        more={"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.5})},
+    )
+    expected = {}
+    update, bare = run.trainer._update, run.trainer._bare
+
+    def watch(rows: Any) -> dict[str, float]:
+        assert len(set(rows.mask.sum(1).tolist())) > 1
+        now = bare(rows.ids, rows.attention_mask, rows.mask.shape[1])
+        loss, _ = ppo_math.ppo_loss(rows, *now, cliprange=0.2, cliprange_value=0.2, vf_coef=0.1)
+        gradients = torch.autograd.grad(loss / rows.mask.sum(), list(bare.parameters()))
+        for (name, parameter), gradient in zip(bare.named_parameters(), gradients, strict=True):
+            expected[name] = parameter.detach() - 0.5 * gradient
+        return update(rows)
+
+    run.trainer._update = watch
+    run.train()
+    for name, parameter in weights(run.trainer).items():
+        torch.testing.assert_close(parameter, expected[name], atol=1e-5, rtol=1e-4)
+    assert run.log("lr") == [0.5]
+
+
+@pytest.mark.parametrize("backbone", ["own", "shared"])
+def test_a_value_is_of_the_state_before_its_token(tmp_path: Path, backbone: str) -> None:
+    bare = Run(tmp_path, value_backbone=backbone).trainer._bare
+    torch.nn.init.ones_(bare.head.weight[:, ::2])
+    ids = torch.tensor([[EOS_ID, 5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 9]])
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    logprobs, _, values = bare(ids, mask, 3)
+    assert torch.equal(values, bare.values(ids, mask, 3))
+    assert torch.equal(logprobs, bare.logprobs(ids, mask, 3))
+    for place in range(3):  # another token there changes its logprob, and values only after it
+        other = ids.clone()
+        other[:, 3 + place] = 50
+        changed_logprobs, _, changed = bare(other, mask, 3)
+        assert (changed[:, : place + 1] == values[:, : place + 1]).all()
+        assert (changed[:, place + 1 :] != values[:, place + 1 :]).all()
+        assert (changed_logprobs[:, place] != logprobs[:, place]).all()
+    alone, _, alone_values = bare(ids[:1, 1:], mask[:1, 1:], 3)  # padding on the left is not seen
+    torch.testing.assert_close(alone, logprobs[:1], atol=1e-5, rtol=0)
+    torch.testing.assert_close(alone_values, values[:1], atol=1e-4, rtol=1e-5)
+
+
+def test_steps_go_through_the_dataset(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def watch(prompts: list[str], **_: Any) -> list[float]:
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    rows = [{"prompt": f"number {i}"} for i in range(8)]
+    Run(tmp_path, rewards=watch, rows=rows).train()
+    assert sorted(seen) == [row["prompt"] for row in rows]
 
 
 def test_gradient_checkpointing_changes_no_number(tmp_path: Path) -> None:
