@@ -22,6 +22,7 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout import RolloutEngine, SamplingParams
@@ -80,11 +81,11 @@ def reward(completions: list[list[dict[str, str]]], answer: list[str], **_: Any)
 
 
 class StepTable:
-    """Prints one row per step and keeps the numbers for the picture."""
+    """Prints one row per step above the progress bar and keeps the numbers for the picture."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, is_shown: bool) -> None:
         self.rows: list[dict[str, float]] = []
-        self._console = console
+        self._is_shown = is_shown
 
     def __call__(self, step: int, logs: dict[str, float]) -> None:
         """A row for a step; the head before the first."""
@@ -94,7 +95,8 @@ class StepTable:
         self._print(step, *(f"{logs[key]:.4g}" for key in COLUMNS.values()))
 
     def _print(self, *cells: Any) -> None:
-        self._console.print("  ".join(f"{cell!s:>12}" for cell in cells), soft_wrap=True)
+        if self._is_shown:
+            tqdm.write("  ".join(f"{cell!s:>12}" for cell in cells))
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:
@@ -125,7 +127,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--response-length", type=int, default=16)
     parser.add_argument("--prompts-per-step", type=int, default=16, help="over all processes")
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--value-backbone", choices=("own", "shared"), default="shared")
     args = parser.parse_args()
     source = args.model or demo_model()
@@ -141,16 +143,15 @@ def main() -> None:
             num_ppo_epochs=2,
             response_length=args.response_length,
             learning_rate=args.learning_rate,
+            kl_coef=0.02,
             value_backbone=args.value_backbone,
             use_cpu=not torch.cuda.is_available(),
-            disable_tqdm=True,  # the rows show how far it is
         ),
         additions(256),
         reward,
         tokenizer,
     )
-    console = Console(quiet=not trainer.accelerator.is_main_process)
-    table = StepTable(console)
+    table = StepTable(trainer.accelerator.is_main_process)
     trainer.callbacks = (table,)
     before = answers(trainer.engine, tokenizer)
     trainer.train()
@@ -162,6 +163,7 @@ def main() -> None:
     shown = Table("question", "before", "after", title="held-out questions")
     for (a, b), old, new in zip(HELD_OUT, before, after, strict=True):
         shown.add_row(f"{a} + {b}", old, new)
+    console = Console()
     console.print(shown)
     console.print(f"curves: {args.out / 'curves.png'}; checkpoint: {args.out / 'checkpoint'}")
 

@@ -68,3 +68,12 @@ def test_the_quickstart_runs_in_two_processes(tmp_path: Path) -> None:
     assert "(2 processes)" in out
     assert out.count("held-out questions") == 1  # the main process alone reports
     assert (tmp_path / "checkpoint" / "model.safetensors").exists()
+
+
+def test_ppo_trains_where_one_rank_has_no_prompts(tmp_path: Path) -> None:
+    """One prompt per step for two ranks: rank 1 takes part in every update with masked rows alone."""
+    flags = ("--steps", "2", "--prompts-per-step", "1", "--response-length", "4")
+    script = ROOT / "recipes" / "ppo_quickstart.py"
+    out = launch(script, "--model", str(model_folder()), "--out", str(tmp_path), *flags)
+    assert out.count("held-out questions") == 1
+    assert (tmp_path / "checkpoint" / "model.safetensors").exists()
