@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import trl
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 from trl.models.utils import disable_gradient_checkpointing
 
 from rollout.config import EngineConfig
@@ -37,6 +37,7 @@ from rollout.integrations.accelerate import (
 from rollout.integrations.ledger import StepRecord
 from rollout.integrations.trl_sampling import Seeds, check_arguments, generate_each, sampling_params
 from rollout.types import Completion
+from rollout.weights import base_model_of
 
 TESTED_TRL = ("1.16", "1.17")
 """First version that is tested, and first one that is not any more."""
@@ -58,6 +59,7 @@ class EngineMixin:
 
     Raises:
         ImportError: this TRL is outside the tested range.
+        TypeError: the model is wrapped by DDP or ``torch.compile``; let TRL do that.
         ValueError: ``use_vllm``, a vision model, or ``generation_kwargs`` that are not understood.
         UnsupportedModelError: FSDP or DeepSpeed, or a model that the engine cannot serve.
     """
@@ -77,6 +79,8 @@ class EngineMixin:
         check_trl_version()
         if args is not None:
             check_arguments(args)
+        if isinstance(model, nn.Module):
+            base_model_of(model)  # refuses a wrapped model, on which TRL would stumble
         super().__init__(model, reward_funcs, args, *more, **kwargs)  # type: ignore[call-arg]
         self.start_engine(engine_config, logprob_gap_bound)
 

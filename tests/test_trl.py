@@ -233,6 +233,9 @@ def test_what_cannot_work_is_refused_at_construction(tmp_path: Path, monkeypatch
         grpo(tmp_path, transformers_continuous_batching_config={"no_such_setting": 1})
     with pytest.raises(ValueError, match="use_vllm=True generates with vLLM"):
         grpo(tmp_path, use_vllm=True)
+    for wrap in (torch.compile, torch.nn.DataParallel):
+        with pytest.raises(TypeError, match=r"Unwrap DDP and torch\.compile first"):
+            grpo(tmp_path, model=wrap(tiny_model()))
     vision = grpo(tmp_path, kind=trl.GRPOTrainer)
     vision._is_vlm = True  # what TRL finds out from a multimodal processor
     with pytest.raises(ValueError, match="multimodal"):
