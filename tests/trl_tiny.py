@@ -61,7 +61,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def trainer_arguments(args: Any, model: Any = None, rewards: Any = vowels) -> dict[str, Any]:
     return {
-        "model": model or tiny_model(),
+        "model": tiny_model() if model is None else model,
         "reward_funcs": rewards,
         "args": args,
         "train_dataset": Dataset.from_dict({"prompt": PROMPTS}),
