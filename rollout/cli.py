@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from rollout.attention import BACKENDS
-from rollout.bench import EnginePeer, TransformersPeer, grpo_workload, host_facts, measure
+from rollout.bench import PEERS, WORKLOADS, host_facts, run_bench
 from rollout.config import SCHEDULER_SAFETY_MARGINS, EngineConfig
 from rollout.demo_model import demo_model
 from rollout.engine import RolloutEngine
@@ -167,8 +167,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Run the grpo workload (32 chat prompts, 4 samples each, lengths exponential with mean 64 and at "
-        "most 256) on this engine and on transformers' continuous batching in turn; prints a table and JSON."
+        "Generate the same workloads with this engine, with transformers' continuous batching and with "
+        "its generate in turn, several rounds in one process; prints tables (stderr) and JSON (stdout), "
+        "with the least time that this machine's arithmetic and memory need."
     )
     parser.set_defaults(run=_bench)
     parser.add_argument(
@@ -176,28 +177,23 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of the weights")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measured rounds (default: 3)")
+    for name, default, known in (("--workloads", ("grpo",), WORKLOADS), ("--peers", PEERS, PEERS)):
+        parser.add_argument(
+            name, default=default, nargs="+", metavar="NAME", help=f"any of: {', '.join(known)}"
+        )
 
 
 def _bench(args: argparse.Namespace) -> int:
-    if args.rounds < 1:
-        raise ValueError(f"--rounds {args.rounds}: give at least 1")
-    (model, tokenizer), (other, _) = (load_model(args.model, args.dtype, "auto") for _ in range(2))
-    results = measure(
-        [
-            ("rollout", lambda: EnginePeer(model, EngineConfig())),
-            ("transformers continuous batching", lambda: TransformersPeer(other)),
-        ],
-        grpo_workload(tokenizer),
-        args.rounds,
+    _, tokenizer = load_model(args.model, args.dtype, "auto")
+    records = run_bench(
+        lambda: load_model(args.model, args.dtype, "auto")[0],
+        tokenizer,
+        workloads=args.workloads,
+        peers=args.peers,
+        rounds=args.rounds,
     )
-    table = Table("peer", "median tokens/s", "rounds", title=f"grpo, {args.dtype}")
-    for result in results:
-        rounds = ", ".join(f"{speed:.1f}" for speed in result.tokens_per_second)
-        table.add_row(result.name, f"{result.median:.1f}", rounds)
-    ratio = results[0].median / results[1].median
-    Console(stderr=True).print(table, f"ratio of the medians: {ratio:.2f}")
-    facts = {"dtype": args.dtype, "ratio": ratio, "host": host_facts()}
-    print(json.dumps(facts | {result.name: result.tokens_per_second for result in results}))
+    facts = {"model": args.model, "dtype": args.dtype, "host": host_facts()}
+    print(json.dumps(facts | {"workloads": records}))
     return 0
 
 

@@ -12,6 +12,8 @@ from transformers import (
     BloomForCausalLM,
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    MptConfig,
+    MptForCausalLM,
 )
 
 import rollout.attention.backend
@@ -616,3 +618,10 @@ def test_equal_prompts_under_one_seed_are_the_samples_of_one() -> None:
     one = make().generate([PROMPT], SamplingParams(max_new_tokens=8, seed=3, n=4))
     assert [c.token_ids for c in many] == [c.token_ids for c in one]
     assert len({c.token_ids for c in many}) == 4
+
+
+def test_a_model_that_fails_in_its_own_way_is_refused_with_the_reason() -> None:
+    """MPT (ALiBi) reads a mask that paged attention does not make, and raises AttributeError."""
+    model = MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=97, max_seq_len=64))
+    with pytest.raises(UnsupportedModelError, match="MptForCausalLM with paged attention fails: Attr"):
+        RolloutEngine(model)

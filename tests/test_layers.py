@@ -78,7 +78,12 @@ ALLOWED: dict[str, set[str]] = {
         "weights",
     },
     "": {"config", "engine", "results", "types"},  # rollout/__init__.py
-    "bench": {"config", "engine", "types"},
+    "bench.workloads": {"types"},
+    "bench.limits": {"bench.workloads"},
+    "bench.peers": {"bench.workloads", "config", "engine", "types"},
+    "bench.measure": {"bench.peers", "bench.workloads"},
+    "bench.report": {"bench.limits", "bench.measure", "bench.peers", "bench.workloads"},
+    "bench": {"bench.measure", "bench.report", "bench.workloads"},
     "commit": {"scheduler", "sequence", "types"},
     "jsonl": {"requests", "types"},
     "cli": {"attention", "bench", "config", "demo_model", "engine", "jsonl", "results", "types"},
@@ -87,7 +92,10 @@ ALLOWED: dict[str, set[str]] = {
 HOST_ROOMS = ["types", "noise", "text", "pages", "config", "sequence", "tables", "scheduler", "meter"]
 MAY_IMPORT_TRANSFORMERS = {
     "attention",
-    "bench",
+    "bench.limits",
+    "bench.peers",
+    "bench.report",
+    "bench.workloads",
     "cli",
     "demo_model",
     "engine",

@@ -1,0 +1,111 @@
+"""How fast this machine could be at the most: the arithmetic and the bytes that a workload needs.
+
+The least time runs every request at once, prompts computed once each, every step at the measured rate
+of matrix products or of memory, whichever takes longer. No scheduling, sampling, softmax or norms.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rollout.bench.workloads import Workload
+
+GEMM_SHAPE = (512, 2048, 2048)
+"""Rows, inner and outer size: large enough for the full rate, small enough for the caches."""
+STREAM_BYTES = 2**28
+MEASURE_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRates:
+    """What the machine reached in this process, with its threads."""
+
+    flops: float
+    """Per second in a matrix product, in the faster of fp32 and the model's dtype."""
+    bytes_per_second: float
+    """Read in one sum over a tensor far larger than the caches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCost:
+    """What one token costs a model."""
+
+    body_flops: float
+    """In the linears below the output head."""
+    head_flops: float
+    """In the output head, needed only for tokens that are followed by a draw."""
+    weight_bytes: int
+    kv_bytes: int
+    """Of one token in the cache, over all layers."""
+    attention_flops: float
+    """Per pair of query and key, over all layers and heads."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ModelCost":
+        """Counted from the modules and the config of a decoder with equal attention layers."""
+        config = model.config.get_text_config()
+        head = model.get_output_embeddings().weight
+        linears = {id(m.weight): m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)}
+        body = sum(w.numel() for w in linears.values()) - head.numel()
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        layers = config.num_hidden_layers
+        return cls(
+            body_flops=2.0 * body,
+            head_flops=2.0 * head.numel(),
+            weight_bytes=(body + head.numel()) * head.element_size(),
+            kv_bytes=2 * layers * config.num_key_value_heads * head_dim * head.element_size(),
+            attention_flops=4.0 * layers * heads * head_dim,
+        )
+
+
+def measure_rates(dtype: torch.dtype) -> MachineRates:
+    """This machine's rates now; about two seconds."""
+    rows, inner, outer = GEMM_SHAPE
+    best = 0.0
+    for kind in {torch.float32, dtype}:
+        a, b = torch.randn(rows, inner).to(kind), torch.randn(inner, outer).to(kind)
+        out = torch.empty(rows, outer, dtype=kind)
+        best = max(best, 2 * rows * inner * outer / _seconds(partial(torch.mm, a, b, out=out)))
+    stream = torch.ones(STREAM_BYTES // 4)
+    return MachineRates(flops=best, bytes_per_second=STREAM_BYTES / _seconds(stream.sum))
+
+
+def _seconds(run: Callable[[], Tensor]) -> float:
+    """The least time of one call."""
+    run()
+    least, end = float("inf"), time.perf_counter() + MEASURE_SECONDS
+    while time.perf_counter() < end:
+        started = time.perf_counter()
+        run()
+        least = min(least, time.perf_counter() - started)
+    return least
+
+
+def least_seconds(workload: Workload, cost: ModelCost, rates: MachineRates) -> float:
+    """The least time for a run of the workload, see the top of this file."""
+    lens = [len(prompt) for prompt in dict.fromkeys(workload.prompts)]
+    pairs = sum(n * (n + 1) / 2 for n in lens)
+    total = _step(
+        cost.body_flops * sum(lens) + cost.head_flops * len(lens) + cost.attention_flops * pairs,
+        cost.weight_bytes + cost.kv_bytes * sum(lens),
+        rates,
+    )
+    rows = [(len(prompt), params.max_new_tokens) for prompt, _, params in workload.requests]
+    for position in range(1, max(length for _, length in rows)):  # the first token comes of the prompt
+        keys = [prompt_len + position for prompt_len, length in rows if length > position]
+        total += _step(
+            (cost.body_flops + cost.head_flops) * len(keys) + cost.attention_flops * sum(keys),
+            cost.weight_bytes + cost.kv_bytes * sum(keys),
+            rates,
+        )
+    return total * workload.num_rollouts
+
+
+def _step(flops: float, num_bytes: float, rates: MachineRates) -> float:
+    return max(flops / rates.flops, num_bytes / rates.bytes_per_second)

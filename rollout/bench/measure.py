@@ -1,0 +1,96 @@
+"""Peers in turn, several rounds, one process: medians and spread, and where the engine's time goes."""
+
+import resource
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from tqdm.auto import tqdm
+
+from rollout.bench.peers import Peer
+from rollout.bench.workloads import Workload
+
+WARM_UP_TOKENS = 4
+PROFILED_TOKENS = 16
+LINEARS = ("mkldnn::_linear_pointwise", "aten::addmm", "aten::mm", "aten::linear")
+ATTENTION = ("scaled_dot_product", "aten::index_select", "aten::index_copy_", "aten::bmm", "aten::_softmax")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One peer's rounds on one workload."""
+
+    peer: str
+    tokens_per_second: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median tokens per second over the rounds."""
+        return statistics.median(self.tokens_per_second)
+
+    @property
+    def spread(self) -> float:
+        """(fastest - slowest) / median."""
+        return (max(self.tokens_per_second) - min(self.tokens_per_second)) / self.median
+
+
+def measure(
+    peers: Mapping[str, Callable[[], Peer]], workload: Workload, rounds: int
+) -> tuple[list[Measurement], dict[str, Peer]]:
+    """Run the peers in turn, ``rounds`` times after a short warm-up each.
+
+    Returns the measurements and the peers, which the caller closes.
+    """
+    made: dict[str, Peer] = {}
+    speeds: dict[str, list[float]] = {name: [] for name in peers}
+    with tqdm(total=(rounds + 1) * len(peers), unit="run", desc=workload.name) as bar:
+        for name, make in peers.items():
+            bar.set_postfix_str(f"{name}: choosing and warming up")
+            made[name] = make()
+            made[name].run(workload.shortened(WARM_UP_TOKENS))
+            bar.update()
+        for _ in range(rounds):
+            for name, peer in made.items():
+                bar.set_postfix_str(name)
+                speeds[name].append(workload.num_tokens / peer.run(workload))
+                bar.update()
+    results = [Measurement(peer=name, tokens_per_second=tuple(each)) for name, each in speeds.items()]
+    return results, made
+
+
+def forward_shares(peer: Peer, workload: Workload) -> dict[str, float]:
+    """Shares of the time inside torch's operators: linears, attention, other. One short run."""
+    short = workload.shortened(PROFILED_TOKENS)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        peer.run(short)
+    seconds: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        seconds[_part(event.key)] += event.self_cpu_time_total
+    total = seconds.total()
+    return {part: seconds[part] / total for part in ("linears", "attention", "other")}
+
+
+def _part(operator: str) -> str:
+    if operator in LINEARS:
+        return "linears"
+    return "attention" if any(name in operator for name in ATTENTION) else "other"
+
+
+def host_facts() -> dict[str, Any]:
+    """What a reader of the figures must know about the machine and this process."""
+    capabilities = torch.cpu.get_capabilities()
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "cpu": capabilities.get("cpu_name"),
+        "avx512_bf16": capabilities.get("avx512_bf16", False),
+        "amx_bf16": capabilities.get("amx_bf16", False),
+        # of the whole process: meaningful for a peer that runs alone
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }

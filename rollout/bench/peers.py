@@ -1,0 +1,225 @@
+"""Who generates: this engine, transformers' continuous batching, transformers' ``generate``.
+
+Each gets its best setting of a few, found on a shortened workload, and no more work than asked: the
+peers compute no logprobs, the engine always does.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+from rollout.bench.workloads import Workload
+from rollout.config import EngineConfig
+from rollout.engine import RolloutEngine
+from rollout.types import RolloutMetrics, SamplingParams
+
+CHOOSING_TOKENS = 8
+"""Length of the requests on which a peer's setting is chosen."""
+PAGE_SIZES = (32, 256)
+BATCH_SIZES = (16, 64, 128)
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+FACTOR = 1.01  # changes the bits of nearly every weight, in bf16 too
+
+
+class Peer(Protocol):
+    """Something that generates a workload."""
+
+    def run(self, workload: Workload) -> float:
+        """Generate the workload; returns the seconds that generating took.
+
+        Raises:
+            RuntimeError: it generated something else than was asked.
+        """
+
+    def close(self) -> None:
+        """Give back what was taken."""
+
+
+@dataclass
+class WeightChanges:
+    """Changes a model's weights in place between rollouts, and back again."""
+
+    model: PreTrainedModel
+    is_changed: bool = False
+
+    @torch.no_grad()
+    def change(self) -> None:
+        """Every weight, by a factor near 1."""
+        for parameter in self.model.parameters():
+            parameter.mul_(1 / FACTOR if self.is_changed else FACTOR)
+        self.is_changed = not self.is_changed
+
+
+def timed_rollouts(workload: Workload, changes: WeightChanges, rollout: Callable[[], int]) -> float:
+    """Seconds in ``rollout`` over the workload's rollouts; it returns the tokens it generated."""
+    seconds, tokens = 0.0, 0
+    for i in range(workload.num_rollouts):
+        if i > 0:
+            changes.change()
+        started = time.perf_counter()
+        tokens += rollout()
+        seconds += time.perf_counter() - started
+    if tokens != workload.num_tokens:
+        raise RuntimeError(f"{tokens} tokens were generated, {workload.num_tokens} were asked")
+    return seconds
+
+
+class EnginePeer:
+    """This engine, made once and kept. Each sample is a request of its own: lengths differ."""
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
+        self._engine = RolloutEngine(model, config=config)
+        self._changes = WeightChanges(model)
+        self._seed = 0
+        self.metrics: list[RolloutMetrics] = []
+        """Of the rollouts of the last run."""
+
+    def run(self, workload: Workload) -> float:
+        """See :class:`Peer`."""
+        self.metrics = []
+        return timed_rollouts(workload, self._changes, lambda: self._rollout(workload))
+
+    def _rollout(self, workload: Workload) -> int:
+        self._seed += 1
+        prompts = [list(prompt) for prompt, _, _ in workload.requests]
+        params = [replace(p, seed=self._seed * 1000 + i) for _, i, p in workload.requests]
+        self.metrics.append(self._engine.generate(prompts, params).metrics)
+        return self.metrics[-1].generated_tokens
+
+    def close(self) -> None:
+        """See :class:`Peer`."""
+        self._engine.release_memory()
+
+
+class TransformersPeer:
+    """transformers' continuous batching with a manager that is kept between the rounds."""
+
+    def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
+        self._model, self._changes = model, WeightChanges(model)
+        self._attention = model.config._attn_implementation
+        kinds = [dict(kind) for kind in {_kind(params) for _, _, params in workload.requests}]
+        # settings that differ go with each request; it knows only those whose common value does something
+        self._own = {name for name in NEUTRAL if len({kind[name] for kind in kinds}) > 1}
+        self._common = NEUTRAL | {k: v for kind in kinds for k, v in kind.items() if v != NEUTRAL[k]}
+        self._manager: Any = None
+        try:
+            self.page_size = _best(PAGE_SIZES, self._start, self.run, workload)
+            self._start(self.page_size)
+        except BaseException:
+            self.close()  # its thread would keep the process alive
+            raise
+
+    def _start(self, page_size: int) -> None:
+        self.close()
+        self._manager = self._model.init_continuous_batching(  # type: ignore[operator]
+            generation_config=GenerationConfig(
+                do_sample=True, eos_token_id=-1, pad_token_id=0, **self._common
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=page_size, max_memory_percent=0.2, per_request_processors=bool(self._own)
+            ),
+        )
+        self._manager.start()
+
+    def run(self, workload: Workload) -> float:
+        """See :class:`Peer`."""
+        return timed_rollouts(workload, self._changes, lambda: self._rollout(workload))
+
+    def _rollout(self, workload: Workload) -> int:
+        for prompt, _, params in workload.requests:
+            own = {name: value for name, value in _kind(params) if name in self._own}
+            self._manager.add_request(
+                list(prompt), max_new_tokens=params.max_new_tokens, eos_token_id=-1, **own
+            )
+        tokens, expected = 0, len(workload.requests)
+        while expected:
+            result = self._manager.get_result(timeout=1)
+            if result is None and not self._manager.is_running():
+                raise RuntimeError("transformers' continuous batching stopped before it was done")
+            if result is not None and result.is_finished():
+                if result.error is not None:
+                    raise RuntimeError(f"transformers' continuous batching failed: {result.error}")
+                tokens += len(result.generated_tokens)
+                expected -= 1
+        return tokens
+
+    def close(self) -> None:
+        """Stop the manager's thread and put the model's attention back."""
+        if self._manager is not None:
+            self._manager.stop(block=True)
+            self._model.config._attn_implementation = self._attention
+
+
+class GeneratePeer:
+    """``model.generate`` on static batches, padded on the left; a batch lasts as long as its longest.
+
+    Rows of a batch share their parameters, so that mixed requests make smaller batches.
+    """
+
+    def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
+        self._model, self._changes = model, WeightChanges(model)
+        self.batch_size = 0
+        sizes = [size for size in BATCH_SIZES if size < len(workload.requests)]
+        self.batch_size = _best((*sizes, len(workload.requests)), self._use, self.run, workload)
+
+    def _use(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def run(self, workload: Workload) -> float:
+        """See :class:`Peer`."""
+        return timed_rollouts(workload, self._changes, lambda: self._rollout(workload))
+
+    def _rollout(self, workload: Workload) -> int:
+        by_kind: dict[Any, list[tuple[tuple[int, ...], SamplingParams]]] = {}
+        for prompt, _, params in workload.requests:
+            by_kind.setdefault(_kind(params), []).append((prompt, params))
+        for kind, rows in by_kind.items():
+            for start in range(0, len(rows), self.batch_size):
+                self._generate(rows[start : start + self.batch_size], dict(kind))
+        # what was generated beyond a row's own length is thrown away
+        return sum(params.max_new_tokens for _, _, params in workload.requests)
+
+    def _generate(self, rows: Sequence[tuple[tuple[int, ...], SamplingParams]], kind: dict[str, Any]) -> None:
+        width = max(len(prompt) for prompt, _ in rows)
+        ids = torch.tensor([(0,) * (width - len(prompt)) + prompt for prompt, _ in rows])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in rows])
+        longest = max(params.max_new_tokens for _, params in rows)
+        out: Any = self._model.generate(  # type: ignore[operator]
+            input_ids=ids.to(self._model.device),
+            attention_mask=mask.to(self._model.device),
+            generation_config=GenerationConfig(
+                do_sample=True, max_new_tokens=longest, eos_token_id=None, pad_token_id=0, **kind
+            ),
+        )
+        if out.shape[1] != width + longest:
+            raise RuntimeError(f"generate gave {out.shape[1] - width} tokens, {longest} were asked")
+
+    def close(self) -> None:
+        """See :class:`Peer`."""
+
+
+def _kind(params: SamplingParams) -> tuple[tuple[str, float], ...]:
+    """How tokens are drawn, in transformers' words."""
+    return (
+        ("temperature", float(params.temperature)),
+        ("top_k", params.top_k or 0),
+        ("top_p", float(params.top_p)),
+    )
+
+
+def _best(
+    settings: Sequence[int], use: Callable[[int], None], run: Callable[[Workload], float], workload: Workload
+) -> int:
+    """The setting under which a short version of the workload runs fastest."""
+    if len(settings) == 1:
+        return settings[0]
+    short = workload.shortened(CHOOSING_TOKENS)
+    seconds = {}
+    for setting in settings:
+        use(setting)
+        seconds[setting] = run(short)
+    return min(settings, key=seconds.__getitem__)

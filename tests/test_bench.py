@@ -1,0 +1,162 @@
+"""The bench measures what it says: same tokens for every peer, limits by the stated arithmetic."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rollout import SamplingParams
+from rollout.bench.limits import MachineRates, ModelCost, least_seconds, measure_rates
+from rollout.bench.measure import measure
+from rollout.bench.peers import EnginePeer, GeneratePeer, TransformersPeer, WeightChanges, timed_rollouts
+from rollout.bench.report import run_bench
+from rollout.bench.workloads import WORKLOADS, Workload, make_workload
+from tiny_models import TINY_MODELS
+from tiny_tokenizer import VOCAB_SIZE, tiny_tokenizer
+
+# transformers' batching warns of its own defaults, and its thread of the pages it is given
+pytestmark = pytest.mark.filterwarnings("default")
+
+PLAIN = SamplingParams(ignore_eos=True)
+
+
+def tiny_model() -> torch.nn.Module:
+    return TINY_MODELS["llama"](vocab_size=VOCAB_SIZE, max_position_embeddings=2048)
+
+
+def workload(prompts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]], **more: int) -> Workload:
+    samples = tuple(tuple(replace(PLAIN, max_new_tokens=length) for length in row) for row in lengths)
+    return Workload(name="test", prompts=tuple(map(tuple, prompts)), samples=samples, **more)
+
+
+@pytest.mark.parametrize(
+    "name, completions, prompts",
+    [
+        ("grpo", 128, 32),
+        ("grpo-16x16", 256, 16),
+        ("grpo-top-p", 128, 32),
+        ("grpo-mixed", 128, 32),
+        ("long-prompt", 64, 8),
+        ("tail", 64, 64),
+        ("scale-16", 16, 16),
+        ("scale-512", 512, 512),
+        ("steps", 64, 16),
+        ("single", 1, 1),
+    ],
+)
+def test_workloads_have_the_stated_sizes(name: str, completions: int, prompts: int) -> None:
+    load = make_workload(name, tiny_tokenizer())
+    assert len(load.requests) == completions and len(load.prompts) == len(set(load.prompts)) == prompts
+    assert all(params.ignore_eos for _, _, params in load.requests)
+    assert load.num_tokens == load.num_rollouts * sum(p.max_new_tokens for _, _, p in load.requests)
+
+
+def test_workloads_differ_in_what_their_names_say() -> None:
+    loads = {name: make_workload(name, tiny_tokenizer()) for name in WORKLOADS}
+    assert {p.top_p for _, _, p in loads["grpo-top-p"].requests} == {0.95}
+    assert len({(p.temperature, p.top_p, p.top_k) for _, _, p in loads["grpo-mixed"].requests}) == 4
+    assert {len(prompt) for prompt in loads["long-prompt"].prompts} == {1024}
+    lengths = sorted(p.max_new_tokens for _, _, p in loads["tail"].requests)
+    assert lengths[:62] == [24] * 62 and lengths[62:] == [384, 384]
+    assert loads["steps"].num_rollouts == 5
+    short = loads["steps"].shortened(3)
+    assert short.num_rollouts == 1 and max(p.max_new_tokens for _, _, p in short.requests) == 3
+    with pytest.raises(ValueError, match="known: grpo"):
+        make_workload("no such", tiny_tokenizer())
+
+
+def test_the_least_time_is_the_stated_arithmetic() -> None:
+    """Two samples of one prompt of 3 tokens, 1 and 3 new ones; each rate binds once."""
+    cost = ModelCost(body_flops=10, head_flops=2, weight_bytes=100, kv_bytes=1, attention_flops=1)
+    load = workload([[1, 2, 3]], [[1, 3]])
+    prefill, second, third = 10 * 3 + 2 + 6, 12 + 4, 12 + 5  # flops; 4 and 5 keys
+    slow_arithmetic = MachineRates(flops=1.0, bytes_per_second=1e9)
+    assert least_seconds(load, cost, slow_arithmetic) == pytest.approx(prefill + second + third)
+    slow_memory = MachineRates(flops=1e9, bytes_per_second=1.0)
+    assert least_seconds(load, cost, slow_memory) == pytest.approx(103 + 104 + 105)
+    twice = replace(load, num_rollouts=2)
+    assert least_seconds(twice, cost, slow_memory) == pytest.approx(2 * (103 + 104 + 105))
+
+
+def test_the_cost_counts_the_models_linears() -> None:
+    model = TINY_MODELS["llama"](vocab_size=VOCAB_SIZE)
+    config = model.config
+    cost = ModelCost.of(model)
+    assert cost.head_flops == 2 * VOCAB_SIZE * config.hidden_size
+    body = sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
+    assert cost.body_flops == 2 * body and cost.weight_bytes == 4 * (body + VOCAB_SIZE * config.hidden_size)
+    assert cost.kv_bytes == 2 * 2 * 2 * config.head_dim * 4  # layers, kv heads, fp32
+
+
+def test_rates_are_of_this_machine() -> None:
+    rates = measure_rates(torch.float32)
+    assert rates.flops > 1e9 and rates.bytes_per_second > 1e8
+
+
+class FakePeer:
+    """Takes a second per call and notes who was called with what."""
+
+    def __init__(self, name: str, calls: list[tuple[str, int]]) -> None:
+        self.name, self.calls = name, calls
+
+    def run(self, workload: Workload) -> float:
+        self.calls.append((self.name, workload.num_tokens))
+        return float(len(self.calls))
+
+    def close(self) -> None:
+        pass
+
+
+def test_rounds_are_interleaved_after_a_short_warm_up() -> None:
+    calls: list[tuple[str, int]] = []
+    load = workload([[1, 2]], [[60]])
+    makers = {name: lambda name=name: FakePeer(name, calls) for name in ("a", "b")}
+    results, _ = measure(makers, load, rounds=2)
+    assert calls == [("a", 4), ("b", 4), ("a", 60), ("b", 60), ("a", 60), ("b", 60)]
+    first, second = results
+    assert first.tokens_per_second == (60 / 3, 60 / 5) and second.tokens_per_second == (60 / 4, 60 / 6)
+    assert first.median == 16.0 and first.spread == pytest.approx(8 / 16)
+
+
+def test_a_peer_that_generates_less_is_found_out() -> None:
+    load = workload([[1, 2]], [[5]], num_rollouts=2)
+    model = tiny_model()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    versions = []
+
+    def rollout() -> int:
+        versions.append([p.sum().item() for p in model.parameters()])
+        return 4
+
+    with pytest.raises(RuntimeError, match="8 tokens were generated, 10 were asked"):
+        timed_rollouts(load, WeightChanges(model), rollout)
+    assert versions[0] != versions[1]  # the weights changed between the rollouts
+    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("make", [EnginePeer, TransformersPeer, GeneratePeer])
+def test_every_peer_generates_a_mixed_workload(make: type) -> None:
+    load = workload([[1, 2, 3], [7, 8]], [[3, 1], [2, 2]], num_rollouts=2)
+    mixed = replace(load, samples=(load.samples[0], (replace(load.samples[1][0], top_k=5),) * 2))
+    model = tiny_model()
+    peer = make(model) if make is EnginePeer else make(model, mixed)
+    try:
+        assert peer.run(mixed) > 0
+    finally:
+        peer.close()
+    assert model.config._attn_implementation == tiny_model().config._attn_implementation
+
+
+def test_a_whole_bench_gives_records_that_json_takes() -> None:
+    records = run_bench(
+        tiny_model, tiny_tokenizer(), workloads=["single"], peers=["rollout", "generate"], rounds=2
+    )
+    (record,) = json.loads(json.dumps(records))
+    assert record["ratio"]["generate"] == record["median"]["rollout"] / record["median"]["generate"]
+    assert 0 < record["share_of_limit"] < 1
+    assert sum(record["shares_of_operators"].values()) == pytest.approx(1)
+    assert record["seconds_by_stage"]["forward"] > 0 and record["num_steps"] == 64
+    with pytest.raises(ValueError, match="known: rollout"):
+        run_bench(tiny_model, tiny_tokenizer(), workloads=["single"], peers=["vllm"], rounds=1)
