@@ -3,6 +3,8 @@
 The innermost model, each rank's share of the prompts, seeds that keep samples distinct, generation
 under the trainer's autocast, and what a rollout did as numbers over all ranks. A rank without
 prompts takes part like any other: only :func:`over_ranks` communicates.
+
+Letters: B completions, T longest completion.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,9 @@ from rollout.types import RolloutError, RolloutMetrics, SamplingParams, Unsuppor
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 Item = TypeVar("Item")
+GAP_ROWS = 2
+"""Completions per rank and step whose engine logprobs are compared with the trainer's own forward,
+where the trainer does not run that forward for all of them anyway."""
 
 
 def innermost_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:

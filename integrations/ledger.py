@@ -3,6 +3,8 @@
 A trainer hands on bare ids: after a tool-calling loop one row of it holds what several requests drew,
 with the tools' answers between, possibly cut at the length limit. The ledger tells for such a row
 which tokens were drawn, with which logprobs, and how it really ended.
+
+Letters: B rows of the trainer's batch.
 """
 
 from collections import defaultdict
@@ -24,8 +26,13 @@ class DrawnRow:
     """0.0 for a token that was not drawn."""
     is_drawn: tuple[bool, ...]
     is_truncated: bool
-    """Whether a limit ended it: the engine's, or the trainer's own cut. False for a row that the
-    engine has not drawn at all."""
+    """Whether a limit ended what was drawn last: the engine's, or the trainer's own cut. Says nothing
+    of a row that does not end in a drawn token, see :attr:`ends_drawn`."""
+
+    @property
+    def ends_drawn(self) -> bool:
+        """Whether the engine drew the last token."""
+        return bool(self.is_drawn) and self.is_drawn[-1]
 
 
 class Ledger:
@@ -57,23 +64,24 @@ class Ledger:
         is_drawn: list[bool] = []
         is_truncated = False
         while len(logprobs) < len(tokens):
-            rest = tokens[len(logprobs) :]
-            drawn = self._drawn_here(ids[: len(ids) - len(rest)], rest)
+            before = len(ids) - len(tokens) + len(logprobs)
+            # lengths first: slices of a long row for each of a tool's tokens would be quadratic
+            drawn = self._drawn_at(ids, before) if before in self._prompt_lens else None
             if drawn is None:
                 logprobs.append(0.0)
                 is_drawn.append(False)
                 continue
-            taken = min(len(rest), len(drawn.token_ids))
+            taken = min(len(ids) - before, len(drawn.token_ids))
             logprobs += drawn.policy_logprobs[:taken]
             is_drawn += [True] * taken
             is_truncated = drawn.is_truncated or taken < len(drawn.token_ids)
         return DrawnRow(tuple(logprobs), tuple(is_drawn), is_truncated)
 
-    def _drawn_here(self, before: tuple[int, ...], rest: tuple[int, ...]) -> Completion | None:
-        """The completion that was drawn after ``before`` and begins ``rest``, or is begun by it."""
-        if len(before) not in self._prompt_lens:
-            return None
-        for completion in self._by_prompt.get(before, ()):
+    def _drawn_at(self, ids: tuple[int, ...], before: int) -> Completion | None:
+        """The completion that was drawn after the first ``before`` ids and begins the rest, or is begun
+        by it."""
+        rest = ids[before:]
+        for completion in self._by_prompt.get(ids[:before], ()):
             drawn = completion.token_ids
             shared = min(len(drawn), len(rest))
             if shared and drawn[:shared] == rest[:shared]:
@@ -87,19 +95,30 @@ class StepRecord:
 
     masks_truncated: bool
     """The trainer's ``mask_truncated_completions``."""
-    awaits_old_logprobs: bool
+    awaits_old_logprobs: bool = False
     """Whether the next forward of the policy is the trainer's for its old logprobs."""
     ledger: Ledger = field(default_factory=Ledger)
     metrics: list[RolloutMetrics] = field(default_factory=list)
     """One per generate call: a tool-calling loop makes several."""
     rows: list[DrawnRow] = field(default_factory=list)
     """The trainer's rows, once generation is over."""
+    is_trained: list[list[bool]] = field(default_factory=list)
+    """The same rows, token by token: false for what a tool or an environment wrote."""
     is_truncated: list[bool] = field(default_factory=list)
     """The same rows: whether a limit ended them."""
     gap: LogprobGap | None = None
 
+    @property
+    def has_foreign_tokens(self) -> bool:
+        """Whether the trainer learns from tokens that the engine has not drawn."""
+        return any(
+            is_trained and not is_drawn
+            for row, trained in zip(self.rows, self.is_trained, strict=True)
+            for is_drawn, is_trained in zip(row.is_drawn, trained, strict=True)
+        )
+
     def policy_logprobs(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The engine's logprobs of all rows, [B, width] float32, and where tokens were drawn."""
+        """The engine's logprobs of all rows, [B, width] float32, and where tokens were drawn, bool."""
         logprobs = torch.zeros(len(self.rows), width)
         is_drawn = torch.zeros(len(self.rows), width, dtype=torch.bool)
         for i, row in enumerate(self.rows):

@@ -9,6 +9,7 @@ prompts run out, so that all take the same backwards and reductions.
 Letters: B completions, P longest prompt, T longest completion.
 """
 
+import json
 import math
 import shutil
 import time
@@ -29,6 +30,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from rollout.engine import RolloutEngine
 from rollout.integrations import ppo_math
 from rollout.integrations.accelerate import (
+    GAP_ROWS,
     LogprobGap,
     generate,
     innermost_model,
@@ -41,8 +43,7 @@ from rollout.integrations.ppo_math import Experience, PolicyWithValue
 from rollout.results import RolloutBatch
 from rollout.types import Completion, SamplingParams, require_int, require_number
 
-GAP_ROWS = 2  # completions per rank and step on which the engine's logprobs are compared with ours
-STATE_FILE = "custom_checkpoint_0.pkl"  # accelerate writes it last: a folder with it is complete
+STATE_FILE = "trainer_state.json"  # written last: a checkpoint with it is complete
 
 RewardFunc: TypeAlias = Callable[..., Any]
 Callback: TypeAlias = Callable[[int, dict[str, float]], None]
@@ -172,14 +173,6 @@ class TrainerState:
     episode: int = 0
     kl_coef: float
 
-    def state_dict(self) -> dict[str, Any]:
-        """For accelerate."""
-        return asdict(self)
-
-    def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """For accelerate."""
-        self.step, self.episode, self.kl_coef = values["step"], values["episode"], values["kl_coef"]
-
 
 class PPOTrainer:
     """Proximal policy optimisation of a transformers causal LM or a PEFT model around one.
@@ -257,7 +250,6 @@ class PPOTrainer:
         self._bare = bare
         self.engine = RolloutEngine(bare.policy, processing_class, engine_config)
         self.state = TrainerState(kl_coef=args.kl_coef)
-        self.accelerator.register_for_checkpointing(self.state)
         if self.accelerator.log_with:
             settings = {field.name: getattr(args, field.name) for field in fields(args)}
             plain = {k: v for k, v in settings.items() if isinstance(v, (int, float, str))}
@@ -291,7 +283,9 @@ class PPOTrainer:
             ValueError: a reward function gave something else than a number per completion.
         """
         if resume_from_checkpoint:
-            self.accelerator.load_state(str(self._checkpoint_to_resume(resume_from_checkpoint)))
+            folder = self._checkpoint_to_resume(resume_from_checkpoint)
+            self.accelerator.load_state(str(folder))
+            self.state = TrainerState(**json.loads((folder / STATE_FILE).read_text()))
         self._model.train()  # gradient checkpointing works in this mode only; dropout is off
         silent = self.args.disable_tqdm or not self.accelerator.is_main_process
         with tqdm(total=self.num_steps, initial=self.state.step, disable=silent, unit="step") as bar:
@@ -316,18 +310,25 @@ class PPOTrainer:
     def save_checkpoint(self) -> str:
         """Everything that :meth:`train` resumes from; returns its folder. Every rank must call this."""
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.step}"
+        is_main = self.accelerator.is_main_process
+        if is_main:
+            (folder / STATE_FILE).unlink(missing_ok=True)  # an older run's folder is incomplete from here
+        self.accelerator.wait_for_everyone()
         self.accelerator.save_state(str(folder))
         self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process and self.args.save_total_limit:
-            for old in self._checkpoints()[: -self.args.save_total_limit]:
+        if is_main:
+            (folder / STATE_FILE).write_text(json.dumps(asdict(self.state)))
+            for old in (
+                self._checkpoints()[: -self.args.save_total_limit] if self.args.save_total_limit else ()
+            ):
                 shutil.rmtree(old)
+        self.accelerator.wait_for_everyone()
         return str(folder)
 
     def _checkpoints(self) -> list[Path]:
-        """Complete ones in ``output_dir``, oldest first."""
+        """Complete ones in ``output_dir``, oldest first. By time: an older run may have gone further."""
         states = Path(self.args.output_dir).glob(f"checkpoint-*/{STATE_FILE}")
-        folders = [s.parent for s in states if s.parent.name.removeprefix("checkpoint-").isdigit()]
-        return sorted(folders, key=lambda folder: int(folder.name.removeprefix("checkpoint-")))
+        return [state.parent for state in sorted(states, key=lambda state: state.stat().st_mtime_ns)]
 
     def _checkpoint_to_resume(self, given: str | bool) -> Path:
         found = self._checkpoints() if given is True else [Path(str(given))]

@@ -352,8 +352,10 @@ def _switch_off_dropout(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, nn.Dropout):
             child.p = 0.0
-        if "attention_dropout" in vars(child):  # a plain number in transformers' attention layers
-            vars(child)["attention_dropout"] = 0.0
+        for name, value in list(vars(child).items()):
+            # layers that call the function keep its rate as a plain number: dropout, layerdrop, ...
+            if "drop" in name and isinstance(value, float):
+                vars(child)[name] = 0.0
 
 
 def _inputs(ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from trl import GRPOConfig
+
 from rollout.engine import RolloutEngine
 from rollout.integrations.accelerate import generate, rollout_seed
 from rollout.results import RolloutBatch
-from rollout.types import SamplingParams
+from rollout.types import Completion, SamplingParams
 
 GENERATION_KWARGS = (
     "max_new_tokens",
@@ -56,7 +58,21 @@ def check_arguments(args: Any) -> None:
     """Raises ValueError for what a TRL config asks and the engine cannot do."""
     if args.use_vllm:
         raise ValueError("use_vllm=True generates with vLLM; set it to False to generate with RolloutEngine")
+    if isinstance(args, GRPOConfig) and args.vllm_importance_sampling_correction:
+        per_token = ("token_truncate", "token_mask")
+        if args.loss_type == "vespo" and args.vllm_importance_sampling_mode not in per_token:
+            raise ValueError(
+                "loss_type='vespo' corrects each token, and vllm_importance_sampling_mode="
+                f"{args.vllm_importance_sampling_mode!r} gives one ratio per row; choose from {per_token}"
+            )
     sampling_params(args)
+
+
+def before_truncation(completion: Completion) -> list[float]:
+    """Logprobs of a completion's tokens as drawn, but before top-k, top-p and min-p: a ratio to these
+    corrects for the weights alone and has mean 1, not the kept mass."""
+    pairs = zip(completion.logprobs, completion.log_kept_mass, strict=True)
+    return [drawn + kept for drawn, kept in pairs]
 
 
 class Seeds:

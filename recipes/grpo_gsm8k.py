@@ -1,9 +1,9 @@
 """GRPO on grade-school mathematics, GPU-sized, on one GPU or several under DDP.
 
-Every flag of ``GRPOConfig`` and ``ModelConfig`` works, LoRA (``--use_peft``) included; the values below are
-where a 0.5B model on one 80 GB GPU starts from. The reward is 1 for the right number after ``####``
-or in the last place, plus 0.1 for the form asked for (Cobbe et al. 2021, arXiv:2110.14168, for the
-data and its answer format).
+Every flag of ``GRPOConfig`` works, and of ``ModelConfig`` those for the model, its revision, dtype and
+attention, and for LoRA (``--use_peft``). The values below are where a 0.5B model on one 80 GB GPU
+starts from. The reward is 1 for the right number after ``####`` or in the last place, plus 0.1 for the
+form asked for (Cobbe et al. 2021, arXiv:2110.14168, for the data and its answer format).
 
     accelerate launch --config_file recipes/accelerate/single_gpu.yaml recipes/grpo_gsm8k.py
     accelerate launch --config_file recipes/accelerate/ddp.yaml --num_processes 4 recipes/grpo_gsm8k.py \
@@ -79,6 +79,16 @@ def main() -> None:
     parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
     parser.set_defaults_with_config(**DEFAULTS)
     script, config, model = parser.parse_args_and_config()
+    if model.load_in_4bit or model.load_in_8bit:
+        raise SystemExit(
+            "the engine serves no quantised weights; leave out --load_in_4bit and --load_in_8bit"
+        )
+    config.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype or "float32",  # weights in fp32; --bf16 runs them in bf16
+        **(config.model_init_kwargs or {}),
+    }
     data = load_dataset(script.dataset_name, script.dataset_config, split=script.dataset_train_split)
     trainer = GRPOTrainer(
         model=model.model_name_or_path,

@@ -15,7 +15,13 @@ from accelerate.tracking import GeneralTracker
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, ProcessorMixin
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForSequenceClassification,
+    OPTConfig,
+    OPTForCausalLM,
+    ProcessorMixin,
+)
 
 from rollout import RolloutError, RolloutTensors
 from rollout.integrations import ppo, ppo_math
@@ -858,3 +864,30 @@ def test_what_cannot_work_is_refused_at_construction(tmp_path: Path) -> None:
         Run(tmp_path, more={"value_model": reward_model()})
     with pytest.raises(TypeError, match="PreTrainedModel"):
         Run(tmp_path, model=torch.nn.Linear(2, 2))
+
+
+def test_a_new_runs_checkpoint_outlives_an_older_runs_later_one(tmp_path: Path) -> None:
+    """By number, the limit would delete the checkpoint that was just saved."""
+    Run(tmp_path, max_steps=3, save_steps=3).train()
+    run = Run(tmp_path, max_steps=2, save_steps=2, save_total_limit=1).train()
+    assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    again = Run(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+    assert again.logs == [] and same(weights(again.trainer), weights(run.trainer))
+
+
+def test_dropout_that_layers_call_as_a_function_is_off_too(tmp_path: Path) -> None:
+    """OPT keeps the rate as a plain number on its layers."""
+    config = OPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        dropout=0.5,
+        layerdrop=0.5,
+        eos_token_id=EOS_ID,
+    )
+    run = Run(tmp_path, model=OPTForCausalLM(config), max_steps=1, num_ppo_epochs=1, num_mini_batches=1)
+    run.train()
+    assert run.log("val/ratio") == pytest.approx([1.0], abs=1e-4)

@@ -1,6 +1,7 @@
 """What TRL's trainers make of the engine's completions: endings, logprobs, tools, other ways in."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,15 @@ import torch
 import trl
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
-from trl import GRPOConfig
+from trl import GRPOConfig, RLOOConfig
 
-from rollout import RolloutEngine
+from rollout import RolloutEngine, RolloutError, SamplingParams
 from rollout.integrations.ledger import Ledger
-from rollout.integrations.trl import EngineMixin, rollout_func, use_engine
+from rollout.integrations.trl import GRPOTrainer, RLOOTrainer, rollout_func, use_engine
+from rollout.integrations.trl_engine import EngineMixin
 from rollout.integrations.trl_sampling import sampling_params
 from rollout.types import Completion, FinishReason
-from tiny_tokenizer import tiny_tokenizer
+from tiny_tokenizer import EOS_ID, tiny_tokenizer
 from trl_tiny import digest, grpo, logged, rloo, settings, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -320,3 +322,139 @@ def test_a_config_is_not_changed(tmp_path: Path) -> None:
     before = copy.deepcopy(args.generation_kwargs)
     assert sampling_params(args).stop_strings == ("x",)
     assert args.generation_kwargs == before
+
+
+def test_a_row_that_ends_in_a_tools_answer_is_judged_as_trl_does() -> None:
+    """TRL cuts the turn after a tool's answer to nothing when the answer fills the length."""
+    ledger = Ledger()
+    ledger.add([completion([1, 2], [3, 4])])
+    assert not ledger.find([1, 2], [3, 4, 8, 9]).ends_drawn
+    assert ledger.find([1, 2], [3, 4]).ends_drawn
+
+
+def test_a_tools_answer_at_the_limit_is_truncated(tmp_path: Path) -> None:
+    trainer = tool_trainer(tmp_path, mask_truncated_completions=True, logging_steps=1)
+    trainer.max_completion_length = 26  # the first turn and the tool's answer fit, hardly a token more
+    output = scored(trainer)
+    is_cut = [row[-1] not in trainer.eos_token_ids for row in completion_rows(output)]
+    assert all(is_cut) and not output["completion_mask"].any()
+    assert trainer._metrics["train"]["completions/clipped_ratio"] == [1.0]
+
+
+def completion_rows(output: dict[str, torch.Tensor]) -> list[list[int]]:
+    widths = output["tool_mask"].shape[1]
+    return [row[:widths].tolist() for row in output["completion_ids"]]
+
+
+def test_a_config_becomes_exactly_the_parameters_asked_for(tmp_path: Path) -> None:
+    asked = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.1}
+    more = {"min_new_tokens": 2, "stop_strings": ["x", "yz"]}
+    params = sampling_params(GRPOConfig(**settings(tmp_path, **asked, generation_kwargs=more)))
+    assert params == SamplingParams(max_new_tokens=8, min_new_tokens=2, stop_strings=("x", "yz"), **asked)
+    neutral = sampling_params(RLOOConfig(**settings(tmp_path)))
+    assert neutral == SamplingParams(max_new_tokens=8, temperature=RLOOConfig.temperature, top_k=0)
+
+
+RECORDED = [[5, 6, 7, EOS_ID], [8, 9, 10, 11], [65, 66, EOS_ID], [97, 101, 105, EOS_ID]]
+
+
+def replaying(make: Any, kind: Any, folder: Path, logprobs: Any = None, **changes: Any) -> Any:
+    """A trainer after three steps on recorded completions, two of three ended by EOS."""
+    trainer = make(folder, kind=kind, **changes)
+
+    def replay(prompt_ids: Any, *_: Any, **__: Any) -> Any:
+        ids = [list(row) for row in RECORDED]
+        return ids if make is rloo else (ids, logprobs)
+
+    trainer._generate_single_turn = replay
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("make", [grpo, rloo])
+@pytest.mark.parametrize("masks", [True, False])
+def test_on_the_same_completions_all_is_as_in_trl(tmp_path: Path, make: Any, masks: bool) -> None:
+    changes = {"mask_truncated_completions": masks, "beta": 0.1}
+    if make is grpo:
+        changes["vllm_importance_sampling_correction"] = False
+    theirs = replaying(make, trl.GRPOTrainer if make is grpo else trl.RLOOTrainer, tmp_path, **changes)
+    ours = replaying(make, GRPOTrainer if make is grpo else RLOOTrainer, tmp_path, **changes)
+    assert digest(ours.model) == digest(theirs.model) != digest(tiny_model())
+    for mine, his in zip(ours.state.log_history, theirs.state.log_history, strict=True):
+        shared = [name for name in his if "time" not in name and "per_second" not in name]
+        assert {name: mine[name] for name in shared} == pytest.approx({name: his[name] for name in shared})
+
+
+def test_the_ratio_weighs_the_loss(tmp_path: Path) -> None:
+    """Logprobs that claim every token was twice as likely halve the step of plain SGD."""
+    changes = {"optim": "sgd", "max_steps": 1, "max_grad_norm": 0.0, "weight_decay": 0.0}
+    mode = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 10.0}
+    plain = replaying(grpo, GRPOTrainer, tmp_path, vllm_importance_sampling_correction=False, **changes)
+    engine = RolloutEngine(tiny_model(), tiny_tokenizer())
+    prompts = [p for p in first_prompts(plain) for _ in range(2)]
+    true = engine.score(prompts, RECORDED)
+    claimed = [[value + math.log(2) for value in row] for row in true]
+    halved = replaying(grpo, GRPOTrainer, tmp_path, logprobs=claimed, **mode, **changes)
+    assert logged(halved, "sampling/importance_sampling_ratio/mean") == pytest.approx([0.5], abs=1e-3)
+    start = dict(tiny_model().named_parameters())
+    moved = 0.0
+    for (name, full), half in zip(plain.model.named_parameters(), halved.model.parameters(), strict=True):
+        torch.testing.assert_close((half - start[name]) * 2, full - start[name], atol=1e-5, rtol=1e-2)
+        moved = max(moved, (full - start[name]).abs().max().item())
+    assert moved > 1e-4
+
+
+def first_prompts(trainer: Any) -> list[list[int]]:
+    """Token ids of the two prompts of a trainer's first step."""
+    rows = next(iter(trainer.get_train_dataloader()))
+    return trainer._tokenize_prompts([row["prompt"] for row in rows[::2]])[0]
+
+
+def test_foreign_tokens_in_the_loss_keep_the_trainers_own_logprobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout_func that appends a token without masking it: the engine knows no logprob of it."""
+
+    def episode(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        prompt_ids = trainer._tokenize_prompts(prompts)[0]
+        ids = [[*c.token_ids, 65] for c in trainer.rollout(prompt_ids)]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
+
+    trainer = grpo(tmp_path, more={"rollout_func": episode, **EXACT}, num_iterations=2, max_steps=2)
+    rows = policy_forwards(trainer, monkeypatch)
+    trainer.train()  # also: logprobs=None is nothing to correct by, and no error
+    assert rows == [2, 4]
+    assert not logged(trainer, "sampling/importance_sampling_ratio/mean")
+
+
+def test_a_failing_step_is_tried_again_with_the_same_noise(tmp_path: Path) -> None:
+    trainer = grpo(tmp_path, max_steps=2)
+    generate, seeds = trainer.engine.generate, []
+
+    def watched(prompts: Any, params: Any, **more: Any) -> Any:
+        seeds.append(params[0].seed)
+        return generate(prompts, params, **more)
+
+    trainer.engine.generate = watched
+    good, trainer.reward_funcs = trainer.reward_funcs, [lambda completions, **_: 1 / 0]
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    trainer.reward_funcs = good
+    trainer.train()
+    failed, again, second_step = seeds
+    assert failed == again != second_step
+
+
+def test_a_rollout_that_fails_inside_training_ends_it_with_the_prompts_named(tmp_path: Path) -> None:
+    data = Dataset.from_dict({"prompt": ["a" * 300, "b" * 300]})  # the model has 256 positions
+    trainer = grpo(tmp_path, more={"train_dataset": data})
+    before = digest(trainer.model)
+    with pytest.raises(RolloutError, match=r"prompts at \[0, 1\] of 2 .* 256 positions"):
+        trainer.train()
+    assert digest(trainer.model) == before and trainer.model.training and not trainer.use_vllm
+
+
+def test_vespo_needs_a_ratio_per_token(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="vespo"):
+        grpo(tmp_path, loss_type="vespo")
+    grpo(tmp_path, loss_type="vespo", vllm_importance_sampling_mode="token_mask")

@@ -15,12 +15,12 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 
 
-def launch(script: Path, *flags: str) -> str:
-    """Output of a script that must end well in two processes."""
+def launch(script: Path, *flags: str, num_processes: int = 2) -> str:
+    """Output of a script that must end well."""
     config = str(ROOT / "recipes" / "accelerate" / "cpu.yaml")
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", config)
     # a free port of its own: another run on this machine may hold the default one
-    command = [sys.executable, *launcher, "--main_process_port", "0", str(script), *flags]
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0")
+    command = [sys.executable, *(launcher if num_processes == 2 else ()), str(script), *flags]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(ROOT / "tests")
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -77,3 +77,19 @@ def test_ppo_trains_where_one_rank_has_no_prompts(tmp_path: Path) -> None:
     out = launch(script, "--model", str(model_folder()), "--out", str(tmp_path), *flags)
     assert out.count("held-out questions") == 1
     assert (tmp_path / "checkpoint" / "model.safetensors").exists()
+
+
+def test_ppo_in_two_processes_equals_one_process(tmp_path: Path) -> None:
+    """Three prompts on two ranks, with equal draws: one rank has a row more, the other a dummy."""
+    seen = {}
+    for num_processes in (1, 2):
+        out = tmp_path / f"{num_processes}.json"
+        script = ROOT / "tests" / "worker_ppo.py"
+        launch(script, str(out), str(tmp_path / "run"), num_processes=num_processes)
+        seen[num_processes] = json.loads(out.read_text())
+        assert seen[num_processes]["num"] == num_processes
+    assert seen[2]["weights"] == pytest.approx(seen[1]["weights"], rel=1e-6)
+    for one, two in zip(seen[1]["logs"], seen[2]["logs"], strict=True):
+        learnt = [name for name in one if name.partition("/")[0] in ("objective", "policy", "loss", "val")]
+        assert len(learnt) >= 8
+        assert {n: two[n] for n in learnt} == pytest.approx({n: one[n] for n in learnt}, rel=1e-3, abs=1e-5)

@@ -57,7 +57,7 @@ def main(out: Path) -> None:
     everyone = gather_object([seen])
     if accelerator.is_main_process:
         out.write_text(json.dumps(everyone))
-    accelerator.end_training()
+    accelerator.wait_for_everyone()
 
 
 if __name__ == "__main__":
