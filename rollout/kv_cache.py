@@ -92,6 +92,7 @@ class KVCache:
         self.layout = layout
         self.page_size = page_size
         self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._layers: dict[int, LayerPages] = {}  # views made once: a step asks for each
         self._num_pages: tuple[int, ...] = tuple(0 for _ in layout.groups)
         self._place = {
             layer: (g, i) for g, group in enumerate(layout.groups) for i, layer in enumerate(group.layers)
@@ -112,6 +113,7 @@ class KVCache:
         assert all(new >= old for new, old in zip(num_pages, self._num_pages, strict=True))
         if num_pages == self._num_pages:
             return
+        self._layers = {}  # they hold the old tensors
         grown = []
         for g, (group, count) in enumerate(zip(self.layout.groups, num_pages, strict=True)):
             old = self._tensors[g] if self._tensors else (None, None)
@@ -129,14 +131,16 @@ class KVCache:
 
     def release(self) -> None:
         """Give all memory back."""
-        self._tensors = []
+        self._tensors, self._layers = [], {}
         self._num_pages = tuple(0 for _ in self.layout.groups)
 
     def layer(self, layer: int) -> LayerPages:
         """The pages of one layer."""
-        group, index = self._place[layer]
-        keys, values = self._tensors[group]
-        return LayerPages(keys[index], values[index])
+        if layer not in self._layers:
+            group, index = self._place[layer]
+            keys, values = self._tensors[group]
+            self._layers[layer] = LayerPages(keys[index], values[index])
+        return self._layers[layer]
 
     def group_of(self, layer: int) -> int:
         """The group a layer belongs to."""

@@ -60,3 +60,18 @@ def test_release_and_remake() -> None:
     assert cache.num_bytes == 0 and cache.num_pages == (0, 0)
     cache.resize((1, 1))
     assert cache.num_bytes == 2 * 640 + 2 * 256
+
+
+def test_a_layers_pages_follow_the_tensors() -> None:
+    """The views are kept between steps: after growth and after release they must be the new ones."""
+    cache = make((2, 2))
+    before = cache.layer(0)
+    assert cache.layer(0) is before
+    cache.resize((5, 2))
+    grown = cache.layer(0)
+    assert grown.keys.shape[1] == 6 and grown.keys.data_ptr() != before.keys.data_ptr()
+    cache.layer(0).keys[:, 1] = 7
+    assert (grown.keys[:, 1] == 7).all()
+    cache.release()
+    cache.resize((3, 2))
+    assert cache.layer(0).keys.shape[1] == 4

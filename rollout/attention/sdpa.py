@@ -22,12 +22,16 @@ class SdpaAttention:
 
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """Returns ``[T, N, H]``."""
+        if len(batch.buckets) == 1:
+            return self._attend(call, pages, batch.buckets[0])
         num_heads, num_tokens, _ = call.query.shape
         out = call.query.new_empty(num_tokens, num_heads, call.value.shape[-1])
         for bucket in batch.buckets:
-            attend = self._decode if bucket.kind is BucketKind.DECODE else self._prefill
-            out[bucket.start : bucket.end] = attend(call, pages, bucket)
+            out[bucket.start : bucket.end] = self._attend(call, pages, bucket)
         return out
+
+    def _attend(self, call: AttentionCall, pages: LayerPages, bucket: Bucket) -> Tensor:
+        return (self._decode if bucket.kind is BucketKind.DECODE else self._prefill)(call, pages, bucket)
 
     def _decode(self, call: AttentionCall, pages: LayerPages, bucket: Bucket) -> Tensor:
         """One query per row, keys from pages: ``[R, N, H]``."""
