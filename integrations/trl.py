@@ -50,7 +50,7 @@ class RLOOMixin(EngineMixin):
         before = trainer.accelerator.gather(output["completion_mask"].sum()).sum()
         super()._mask_truncated(output)
         after = trainer.accelerator.gather(output["completion_mask"].sum()).sum()
-        if self._mode_metrics["kl"]:
+        if trainer.beta != 0.0:
             self._mode_metrics["kl"][-1] *= (before / after.clamp(min=1)).item()
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kw: Any) -> Any:

@@ -167,9 +167,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Generate the same workloads with this engine, with transformers' continuous batching and with "
-        "its generate in turn, several rounds in one process; prints tables (stderr) and JSON (stdout), "
-        "with the least time that this machine's arithmetic and memory need."
+        "Generate the same workloads on the CPU with this engine, with transformers' continuous batching "
+        "and with its generate in turn, several rounds in one process; prints tables (stderr) and JSON "
+        "(stdout), with the least time that this machine's arithmetic and memory need."
     )
     parser.set_defaults(run=_bench)
     parser.add_argument(
@@ -184,10 +184,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    _, tokenizer = load_model(args.model, args.dtype, "auto")
     records = run_bench(
-        lambda: load_model(args.model, args.dtype, "auto")[0],
-        tokenizer,
+        lambda: load_model(args.model, args.dtype, "cpu"),
         workloads=args.workloads,
         peers=args.peers,
         rounds=args.rounds,

@@ -1,6 +1,6 @@
 """The engine: requests in, completions with logprobs out, on the trainer's own weights.
 
-A step is four calls in order: ``plan -> build -> run -> commit``. Everything happens in the
+A step is five calls in order: ``plan -> build -> forward -> draw -> commit``. Everything happens in the
 caller's thread, under the caller's autocast. This room wires the others together and keeps the
 promises that need all of them: a change of weights is noticed before a token is drawn, a request's
 fault stays in that request, and nothing of the trainer's model is touched.

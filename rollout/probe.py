@@ -146,9 +146,9 @@ def probe(view: nn.Module, config: PreTrainedConfig, device: torch.device) -> Mo
             logits_to_keep=torch.tensor([1], device=device),
             rollout_step=step,
         ).logits
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # whatever a model's own code raises when it is served like this
-        if isinstance(error, UnsupportedModelError):
-            raise
         raise UnsupportedModelError(
             f"a forward of {type(view).__name__} with paged attention fails: {type(error).__name__}: {error}"
         ) from error

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,23 @@ def test_rounds_are_interleaved_after_a_short_warm_up() -> None:
     assert first.median == 16.0 and first.spread == pytest.approx(8 / 16)
 
 
+def test_a_peer_that_fails_closes_the_others() -> None:
+    """transformers' manager runs a thread, which would keep the process from ending."""
+    closed = []
+
+    class Closing(FakePeer):
+        def close(self) -> None:
+            closed.append(self.name)
+
+    def fail() -> FakePeer:
+        raise RuntimeError("no such peer")
+
+    makers = {"a": lambda: Closing("a", []), "b": fail}
+    with pytest.raises(RuntimeError, match="no such peer"):
+        measure(makers, workload([[1]], [[2]]), rounds=1)
+    assert closed == ["a"]
+
+
 def test_a_peer_that_generates_less_is_found_out() -> None:
     load = workload([[1, 2]], [[5]], num_rollouts=2)
     model = tiny_model()
@@ -150,13 +168,16 @@ def test_every_peer_generates_a_mixed_workload(make: type) -> None:
 
 
 def test_a_whole_bench_gives_records_that_json_takes() -> None:
-    records = run_bench(
-        tiny_model, tiny_tokenizer(), workloads=["single"], peers=["rollout", "generate"], rounds=2
-    )
+    def load() -> Any:
+        return tiny_model(), tiny_tokenizer()
+
+    records = run_bench(load, workloads=["single"], peers=["rollout", "generate"], rounds=2)
     (record,) = json.loads(json.dumps(records))
     assert record["ratio"]["generate"] == record["median"]["rollout"] / record["median"]["generate"]
     assert 0 < record["share_of_limit"] < 1
     assert sum(record["shares_of_operators"].values()) == pytest.approx(1)
     assert record["seconds_by_stage"]["forward"] > 0 and record["num_steps"] == 64
     with pytest.raises(ValueError, match="known: rollout"):
-        run_bench(tiny_model, tiny_tokenizer(), workloads=["single"], peers=["vllm"], rounds=1)
+        run_bench(load, workloads=["single"], peers=["vllm"], rounds=1)
+    with pytest.raises(ValueError, match="known: grpo"):  # before anything is loaded
+        run_bench(lambda: 1 / 0, workloads=["singel"], peers=["rollout"], rounds=1)

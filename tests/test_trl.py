@@ -91,7 +91,7 @@ def test_under_bf16_the_engine_computes_as_the_trainer_does(tmp_path: Path) -> N
     trainer.rollout = compared
     trainer.train()
     (gap,) = logged(trainer, "rollout/logprob_gap_mean")
-    assert 2 * gap < sum(rounding) / len(rounding)
+    assert 0 < gap < 0.75 * sum(rounding) / len(rounding)
 
 
 def test_evaluation_takes_its_own_number_of_generations(tmp_path: Path) -> None:
@@ -139,11 +139,14 @@ def test_lora_rolls_out_the_adapter_that_is_trained(tmp_path: Path, beta: float)
     assert logged(trainer, "rollout/weight_version")[-1] >= 2
 
 
-@pytest.mark.parametrize("changes", [{"beta": 0.0}, {"beta": 0.1}, MASKED], ids=lambda c: ", ".join(c))
+@pytest.mark.parametrize(
+    "changes", [{"beta": 0.0}, {"beta": 0.1}, MASKED, MASKED | {"beta": 0.0}], ids=lambda c: ", ".join(c)
+)
 def test_rloo_trains(tmp_path: Path, changes: dict[str, Any]) -> None:
     trainer = rloo(tmp_path, **changes)
     trainer.train()
-    if changes is not MASKED:  # there a step whose rows are all masked changes nothing
+    assert len(logged(trainer, "kl")) == (0 if changes.get("beta") == 0.0 else 3)
+    if "mask_truncated_completions" not in changes:  # there a step whose rows are all masked changes nothing
         assert_each_step_is_noticed(trainer)
     assert 0 < max(logged(trainer, "rollout/logprob_gap_max")) < 1e-4
     assert digest(trainer.model) != digest(tiny_model())

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, RLOOConfig
 
 from rollout import RolloutEngine, RolloutError, SamplingParams
-from rollout.integrations.ledger import Ledger
 from rollout.integrations.trl import GRPOTrainer, RLOOTrainer, rollout_func, use_engine
 from rollout.integrations.trl_engine import EngineMixin
 from rollout.integrations.trl_sampling import sampling_params
@@ -24,48 +23,6 @@ from trl_tiny import digest, grpo, logged, rloo, settings, tiny_model
 pytestmark = pytest.mark.filterwarnings("default")
 
 EXACT = {"logprob_gap_bound": 1e-3}
-
-
-def completion(prompt: list[int], tokens: list[int], reason: FinishReason = FinishReason.EOS) -> Completion:
-    numbers = tuple(-0.5 * (i + 1) for i in range(len(tokens)))
-    return Completion(
-        request_id="r",
-        index=0,
-        prompt_ids=tuple(prompt),
-        token_ids=tuple(tokens),
-        logprobs=numbers,
-        policy_logprobs=numbers,
-        log_kept_mass=(0.0,) * len(tokens),
-        versions=(0,) * len(tokens),
-        finish_reason=reason,
-    )
-
-
-def test_the_ledger_finds_a_plain_row() -> None:
-    ledger = Ledger()
-    ledger.add([completion([1, 2], [3, 4]), completion([1, 2], [5], FinishReason.LENGTH)])
-    row = ledger.find([1, 2], [3, 4])
-    assert row.policy_logprobs == (-0.5, -1.0) and row.is_drawn == (True, True) and not row.is_truncated
-    assert ledger.find([1, 2], [5]).is_truncated
-
-
-def test_the_ledger_puts_a_tool_calling_row_together() -> None:
-    """Two requests with two tool tokens (8, 9) between them; the trainer cut the second at 6 tokens."""
-    ledger = Ledger()
-    ledger.add([completion([1, 2], [3, 4])])
-    ledger.add([completion([1, 2, 3, 4, 8, 9], [5, 6, 7])])
-    row = ledger.find([1, 2], [3, 4, 8, 9, 5, 6])
-    assert row.policy_logprobs == (-0.5, -1.0, 0.0, 0.0, -0.5, -1.0)
-    assert row.is_drawn == (True, True, False, False, True, True)
-    assert row.is_truncated
-    assert not ledger.find([1, 2], [3, 4, 8, 9, 5, 6, 7]).is_truncated
-
-
-def test_the_ledger_does_not_know_what_others_drew() -> None:
-    ledger = Ledger()
-    ledger.add([completion([1, 2], [3, 4])])
-    row = ledger.find([1, 2], [4, 3])
-    assert row.is_drawn == (False, False) and row.policy_logprobs == (0.0, 0.0)
 
 
 def scored(trainer: Any) -> dict[str, torch.Tensor]:
@@ -322,14 +279,6 @@ def test_a_config_is_not_changed(tmp_path: Path) -> None:
     before = copy.deepcopy(args.generation_kwargs)
     assert sampling_params(args).stop_strings == ("x",)
     assert args.generation_kwargs == before
-
-
-def test_a_row_that_ends_in_a_tools_answer_is_judged_as_trl_does() -> None:
-    """TRL cuts the turn after a tool's answer to nothing when the answer fills the length."""
-    ledger = Ledger()
-    ledger.add([completion([1, 2], [3, 4])])
-    assert not ledger.find([1, 2], [3, 4, 8, 9]).ends_drawn
-    assert ledger.find([1, 2], [3, 4]).ends_drawn
 
 
 def test_a_tools_answer_at_the_limit_is_truncated(tmp_path: Path) -> None:

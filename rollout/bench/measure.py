@@ -49,16 +49,21 @@ def measure(
     made: dict[str, Peer] = {}
     speeds: dict[str, list[float]] = {name: [] for name in peers}
     with tqdm(total=(rounds + 1) * len(peers), unit="run", desc=workload.name) as bar:
-        for name, make in peers.items():
-            bar.set_postfix_str(f"{name}: choosing and warming up")
-            made[name] = make()
-            made[name].run(workload.shortened(WARM_UP_TOKENS))
-            bar.update()
-        for _ in range(rounds):
-            for name, peer in made.items():
-                bar.set_postfix_str(name)
-                speeds[name].append(workload.num_tokens / peer.run(workload))
+        try:
+            for name, make in peers.items():
+                bar.set_postfix_str(f"{name}: choosing and warming up")
+                made[name] = make()
+                made[name].run(workload.shortened(WARM_UP_TOKENS))
                 bar.update()
+            for _ in range(rounds):
+                for name, peer in made.items():
+                    bar.set_postfix_str(name)
+                    speeds[name].append(workload.num_tokens / peer.run(workload))
+                    bar.update()
+        except BaseException:
+            for peer in made.values():
+                peer.close()  # a manager's thread would keep the process alive
+            raise
     results = [Measurement(peer=name, tokens_per_second=tuple(each)) for name, each in speeds.items()]
     return results, made
 

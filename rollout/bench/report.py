@@ -11,15 +11,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rollout.bench.limits import MachineRates, ModelCost, least_seconds, measure_rates
 from rollout.bench.measure import Measurement, forward_shares, measure
 from rollout.bench.peers import EnginePeer, GeneratePeer, Peer, TransformersPeer
-from rollout.bench.workloads import Workload, make_workload
+from rollout.bench.workloads import Workload, check_name, make_workload
 
 OURS = "rollout"
 PEERS = (OURS, "transformers", "generate")
 
 
 def run_bench(
-    load: Callable[[], PreTrainedModel],
-    tokenizer: PreTrainedTokenizerBase,
+    load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]],
     *,
     workloads: Sequence[str],
     peers: Sequence[str],
@@ -28,7 +27,7 @@ def run_bench(
     """Measure, print a table per workload to stderr, and return a record per workload.
 
     Args:
-        load: gives a model of its own to each peer, equal weights.
+        load: gives a model of its own, on the CPU, to each peer (equal weights), and its tokenizer.
         workloads, peers: names, see ``WORKLOADS`` and ``PEERS``.
 
     Raises:
@@ -39,17 +38,22 @@ def run_bench(
     unknown = [name for name in peers if name not in PEERS]
     if unknown or not peers:
         raise ValueError(f"peers {', '.join(unknown) or 'are missing'}; known: {', '.join(PEERS)}")
-    loads = [make_workload(name, tokenizer) for name in workloads]
-    models = {name: load() for name in peers}
-    cost = ModelCost.of(models[peers[0]])
+    for name in workloads:
+        check_name(name)
+    loaded = {name: load() for name in peers}
+    first, tokenizer = loaded[peers[0]]
+    cost = ModelCost.of(first)
     records = []
-    for workload in loads:
-        rates = measure_rates(models[peers[0]].dtype)
-        makers = {name: partial(_make, name, models[name], workload) for name in peers}
+    for name in workloads:
+        workload = make_workload(name, tokenizer)
+        rates = measure_rates(first.dtype)
+        makers = {peer: partial(_make, peer, model, workload) for peer, (model, _) in loaded.items()}
         results, made = measure(makers, workload, rounds)
-        records.append(_record(workload, results, made, cost, rates))
-        for peer in made.values():
-            peer.close()
+        try:
+            records.append(_record(workload, results, made, cost, rates))
+        finally:
+            for peer in made.values():
+                peer.close()
         Console(stderr=True).print(*_tables(records[-1]))
     return records
 

@@ -134,12 +134,17 @@ WORKLOADS: dict[str, Callable[[PreTrainedTokenizerBase, str], Workload]] = {
 }
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError when there is no workload of this name."""
+    if name not in WORKLOADS:
+        raise ValueError(f"workload {name!r}; known: {', '.join(WORKLOADS)}")
+
+
 def make_workload(name: str, tokenizer: PreTrainedTokenizerBase) -> Workload:
     """The workload of this name.
 
     Raises:
         ValueError: there is none.
     """
-    if name not in WORKLOADS:
-        raise ValueError(f"workload {name!r}; known: {', '.join(WORKLOADS)}")
+    check_name(name)
     return WORKLOADS[name](tokenizer, name)
