@@ -56,6 +56,9 @@ class Bucket:
     that is seen."""
     bias: Tensor | None = None
     """[R, Q, C] in the cache's dtype: 0 where a query sees a key, -inf elsewhere."""
+    seen: Tensor | None = None
+    """[R, 2] int64 instead of a bias: the first key that the row sees and the end, counted from the
+    first slot of its table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +128,12 @@ def build_batch(
     windows: SequenceABC[int | None],
     dtype: torch.dtype,
     device: torch.device,
+    masks: bool = True,
 ) -> StepBatch:
-    """Lay out a plan. ``dtype`` is that of the cache, which the attention bias takes too."""
+    """Lay out a plan. ``dtype`` is that of the cache, which the attention bias takes too.
+
+    Without ``masks`` all decode rows make one bucket and tell which keys they see by ``seen``.
+    """
     runs = _split_by_kind(plan.rows)
     rows = [row for _, run in runs for row in run]
     starts = np.cumsum([0, *(row.length for row in rows)])
@@ -142,7 +149,7 @@ def build_batch(
         packed_rows=tuple(rows),
         row_starts=tuple(int(start) for start in starts[:-1]),
         groups=tuple(
-            _build_group(plan, runs, rows, starts, group, page_size, window, dtype, device)
+            _build_group(plan, runs, rows, starts, group, page_size, window, dtype, device, masks)
             for group, window in enumerate(windows)
         ),
     )
@@ -167,6 +174,7 @@ def _build_group(
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
+    masks: bool,
 ) -> GroupBatch:
     spans = tuple(
         RowSpan(
@@ -181,9 +189,12 @@ def _build_group(
     buckets, done = [], 0
     for kind, run in runs:
         of_kind = spans[done : done + len(run)]
+        done += len(run)
+        if kind is BucketKind.DECODE and not masks:
+            buckets.append(_build_unmasked(of_kind, page_size, window, device))
+            continue
         for first, last in _cut(kind, of_kind, page_size):
             buckets.append(_build_bucket(kind, of_kind[first:last], page_size, window, dtype, device))
-        done += len(run)
     copies = [copy for copy in plan.copies if copy.group == group]
     fresh = plan.fresh_pages[group] if plan.fresh_pages else ()
     return GroupBatch(
@@ -237,10 +248,7 @@ def _build_bucket(
         tokens = torch.from_numpy((firsts + np.minimum(offsets, lengths - 1)).ravel()).to(device)
         kept = torch.from_numpy(np.flatnonzero(offsets < lengths)).to(device)
     if kind is not BucketKind.FRESH or (window is not None and query_len > window):
-        table = np.zeros((len(spans), width), dtype=np.int64)
-        for i, span in enumerate(spans):
-            table[i, : len(span.pages)] = span.pages
-        pages = torch.from_numpy(table.ravel()).to(device)
+        pages = _table(spans, device)
         bias = _bias(spans, query_len, width * page_size, page_size, window, dtype, device)
     return Bucket(
         kind=kind,
@@ -253,6 +261,32 @@ def _build_bucket(
         pages=pages,
         bias=bias,
     )
+
+
+def _build_unmasked(
+    spans: SequenceABC[RowSpan], page_size: int, window: int | None, device: torch.device
+) -> Bucket:
+    """All decode rows at once, without a bias."""
+    end = np.array([span.position + 1 for span in spans])
+    begin = np.zeros_like(end) if window is None else np.maximum(0, end - window)
+    table_start = np.array([span.first_page * page_size for span in spans])
+    return Bucket(
+        kind=BucketKind.DECODE,
+        start=spans[0].start,
+        end=spans[-1].start + 1,
+        num_rows=len(spans),
+        query_len=1,
+        pages=_table(spans, device),
+        seen=torch.from_numpy(np.stack([begin, end], axis=1) - table_start[:, None]).to(device),
+    )
+
+
+def _table(spans: SequenceABC[RowSpan], device: torch.device) -> Tensor:
+    """[R * W] int64: the spans' pages, padded with the null page."""
+    table = np.zeros((len(spans), max(len(span.pages) for span in spans)), dtype=np.int64)
+    for i, span in enumerate(spans):
+        table[i, : len(span.pages)] = span.pages
+    return torch.from_numpy(table.ravel()).to(device)
 
 
 def _bias(

@@ -57,8 +57,13 @@ class EngineConfig:
     means 0.15 for ``fifo`` and 0 for ``prefill_first``."""
     allow_block_sharing: bool = True
     """Share pages between samples of a prompt and between equal prefixes."""
-    attn_implementation: str = "sdpa"
+    attn_implementation: str = "auto"
     """Attention backend, see :mod:`rollout.attention`."""
+    native_kernels: bool | str = "auto"
+    """Use kernels that are compiled for this CPU when first needed (g++ or clang++, some 4 seconds,
+    kept in the user's cache): paged attention, and the norms, rotary embedding and gated MLP of
+    decoder layers that are seen to agree with them. ``"auto"`` does so where a compiler is found and
+    logs a warning elsewhere, ``True`` insists, ``False`` never does."""
     on_weight_change: str = "recompute"
     """What happens to requests in flight when the weights change: ``"recompute"`` their keys and
     values under the new weights, ``"keep"`` the old ones (mixing both, as asynchronous RL does),
@@ -84,6 +89,7 @@ class EngineConfig:
         _require_choice("scheduler_type", self.scheduler_type, tuple(SCHEDULER_SAFETY_MARGINS))
         _require_choice("on_weight_change", self.on_weight_change, WEIGHT_CHANGE_POLICIES)
         _require_choice("pack_weights", self.pack_weights, ("auto", True, False))
+        _require_choice("native_kernels", self.native_kernels, ("auto", True, False))
         _require_choice("allow_block_sharing", self.allow_block_sharing, (True, False))
         if self.num_blocks is not None and self.max_memory is not None:
             raise ValueError(

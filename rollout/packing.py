@@ -7,7 +7,7 @@ instructions a bf16 linear is computed on an fp32 copy: products of bf16 numbers
 and the result is rounded to bf16 once, as the hardware would do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,10 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+HAS_BF16: bool = torch.cpu.get_capabilities().get("avx512_bf16", False)
+"""Whether the CPU multiplies bf16 itself. CPUs that do were faster on packed copies at every number of
+rows measured, from 1 to 256 (AMD Zen 5: 1 row bf16 9 ms packed, 13 plain; 256 rows fp32 175 and 457)."""
 MIN_PACKED_ROWS = 4
-"""Below this the plain kernel is faster (measured: 1 row fp32 9 ms plain, 15 ms packed)."""
+"""On other CPUs the plain kernel is faster below this (Ice Lake: 1 row fp32 9 ms plain, 15 packed)."""
 MAX_PACKED_FP32_ROWS = 192
-"""Above this the plain fp32 kernel is as fast (measured: equal at 128 rows, 0.7x at 1024)."""
+"""On other CPUs the plain fp32 kernel is as fast above this (equal at 128 rows, 0.7x at 1024)."""
 MAX_AUTO_MEMORY_SHARE = 0.25
 """``pack_weights="auto"`` packs only where the copies take at most this share of free memory."""
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
@@ -98,6 +101,14 @@ class PackedLinears:
         if self._seen is not None:
             self._seen.append((member, input))
 
+    def serves(self, dtype: torch.dtype, rows: int) -> bool:
+        """Whether a product of so many rows in ``dtype`` is faster on a packed copy."""
+        if dtype not in PACKED_DTYPES:
+            return False
+        if HAS_BF16:
+            return True
+        return rows >= MIN_PACKED_ROWS and (dtype != torch.float32 or rows <= MAX_PACKED_FP32_ROWS)
+
     def release(self) -> None:
         """Give the copies' memory back; they are made again when next used."""
         for group in self._groups():
@@ -114,7 +125,7 @@ class LinearGroup:
     they are asked for on that very tensor; on any other tensor everything is computed again.
     """
 
-    def __init__(self, members: "list[PackedLinear]") -> None:
+    def __init__(self, members: "Sequence[PackedLinear]") -> None:
         self._members = members
         self._packed: _Packed | None = None
         self._input: Tensor | None = None
@@ -135,18 +146,27 @@ class LinearGroup:
         """The member's output for ``input``, in ``dtype``."""
         is_known = self._input is input and self._input_version == input._version
         if not is_known or id(member) not in self._outputs:
-            packed = self._current(dtype, version)
-            fused: Tensor = torch.ops.mkldnn._linear_pointwise(
-                input.to(dtype).to(packed.weight.dtype), packed.weight, packed.bias, "none", [], ""
-            )
             sizes = [each.out_features for each in self._members]
-            outputs = fused.to(dtype).split_with_sizes(sizes, dim=-1)
+            outputs = self.joint_output(input, dtype, version).split_with_sizes(sizes, dim=-1)
             self._input, self._input_version = input, input._version
             self._outputs = {id(each): out for each, out in zip(self._members, outputs, strict=True)}
         out = self._outputs.pop(id(member))
         if not self._outputs:
             self._input = None  # let the input go as soon as everybody had it
         return out
+
+    def joint_output(self, input: Tensor, dtype: torch.dtype, version: int) -> Tensor:
+        """The outputs of all members side by side in the last dimension, in ``dtype``."""
+        packed = self._current(dtype, version)
+        weight = packed.weight
+        if input.dtype != weight.dtype:
+            input = input.to(dtype).to(weight.dtype)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, packed.bias, "none", [], "")
+        return out if out.dtype == dtype else out.to(dtype)
+
+    def is_made_of(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether these modules, in this order, are the members."""
+        return [id(member) for member in self._members] == [id(module) for module in modules]
 
     def _current(self, dtype: torch.dtype, version: int) -> _Packed:
         packed = self._packed
@@ -182,12 +202,45 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in] -> [..., out]`` in the dtype that ``nn.Linear`` would give here."""
         self._owner.note(self, input)
-        rows = input.numel() // self.in_features
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else self.weight.dtype
-        too_many = MAX_PACKED_FP32_ROWS if dtype == torch.float32 else rows
-        if dtype not in PACKED_DTYPES or not MIN_PACKED_ROWS <= rows <= too_many:
+        dtype = self.packed_dtype(input)
+        if dtype is None:
             return linear(input, self.weight, self.bias)
         return self.group.output(self, input, dtype, self._owner.version)
+
+    def packed_dtype(self, input: Tensor) -> torch.dtype | None:
+        """The dtype of the output if the packed copy serves this input, else ``None``."""
+        rows = input.numel() // self.in_features
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else self.weight.dtype
+        return dtype if self._owner.serves(dtype, rows) else None
+
+    def joint_output(self, input: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the whole group makes of ``input``, side by side."""
+        return self.group.joint_output(input, dtype, self._owner.version)
+
+
+class JointLinear:
+    """Several linears on one input as one callable: ``[..., in] -> [..., sum of out]``.
+
+    One product where they are packed together, one each where not (an adapter around one of them).
+
+    Example::
+
+        qkv = JointLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        query, key, value = qkv(x).split_with_sizes(sizes, dim=-1)
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = tuple(modules)
+        first = self._modules[0]
+        is_joint = isinstance(first, PackedLinear) and first.group.is_made_of(modules)
+        self._packed = first if is_joint else None
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """See the class."""
+        packed = self._packed
+        if packed is not None and (dtype := packed.packed_dtype(input)) is not None:
+            return packed.joint_output(input, dtype)
+        return torch.cat([module(input) for module in self._modules], dim=-1)
 
 
 def _runs_of_one_input(seen: list[tuple[PackedLinear, Tensor]]) -> list[list[PackedLinear]]:
@@ -217,6 +270,4 @@ def _can_pack(weight: Tensor) -> bool:
 
 def _packed_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype to multiply in: fp32 instead of bf16 where the CPU has no bf16 instructions."""
-    if dtype == torch.bfloat16 and not torch.cpu.get_capabilities().get("avx512_bf16", False):
-        return torch.float32
-    return dtype
+    return torch.float32 if dtype == torch.bfloat16 and not HAS_BF16 else dtype

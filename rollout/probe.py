@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from rollout.attention import attend_to_itself
 from rollout.kv_cache import CacheLayout, LayerShape
 from rollout.types import UnsupportedModelError
 
@@ -68,7 +69,7 @@ class ProbeStep:
             if torch.is_autocast_enabled(value.device.type)
             else value.dtype
         )
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
+        return attend_to_itself(query, value)
 
     def _refuse_unservable(
         self,

@@ -60,7 +60,7 @@ class PagedStep:
             softcap=None if softcap is None else float(softcap),
             sinks=sinks if isinstance(sinks, Tensor) else None,
         )
-        pages.write(group.slots, call.key, call.value)
+        self.backend.store(call, pages, group.slots)
         return self.backend.attend(call, pages, group).unsqueeze(0)
 
 

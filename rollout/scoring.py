@@ -134,7 +134,12 @@ def _score_step(
         fresh_pages=tuple(map(tuple, fresh)),
     )
     batch = build_batch(
-        step, page_size=PAGE_SIZE, windows=layout.windows, dtype=layout.dtype, device=layout.device
+        step,
+        page_size=PAGE_SIZE,
+        windows=layout.windows,
+        dtype=layout.dtype,
+        device=layout.device,
+        masks=backend.needs_masks,
     )
     starts = {id(row.sequence): at for row, at in zip(batch.packed_rows, batch.row_starts, strict=True)}
     where = [starts[id(c.sample)] + position - c.start for c in chunks for position in c.scored]

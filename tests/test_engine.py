@@ -405,7 +405,7 @@ def test_models_that_cannot_be_served_are_refused_when_built() -> None:
     model.config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(UnsupportedModelError, match="layer 1 has type 'linear_attention'"):
         RolloutEngine(model)
-    with pytest.raises(ValueError, match="known: sdpa, eager"):
+    with pytest.raises(ValueError, match="known: auto, native, sdpa, eager"):
         make(config={"attn_implementation": "flash"})
 
 

@@ -14,6 +14,8 @@ from tiny_models import TINY_MODELS
 WAYS = {
     "plain": {},
     "eager": {"attn_implementation": "eager"},
+    "torch alone": {"native_kernels": False},
+    "fused around sdpa": {"attn_implementation": "sdpa"},
     "small pages, chunked": {"page_size": 4, "max_batch_tokens": 16},
     "preempting": {"page_size": 4, "num_blocks": 20},
     "preempting, prefill first": {"page_size": 4, "num_blocks": 20, "scheduler_type": "prefill_first"},

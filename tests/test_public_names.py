@@ -39,6 +39,7 @@ FIELDS = {
         "safety_margin",
         "allow_block_sharing",
         "attn_implementation",
+        "native_kernels",
         "on_weight_change",
         "pack_weights",
         "seed",

@@ -23,6 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "preempting": {"page_size": 16, "num_blocks": 24},
     "nothing shared": {"allow_block_sharing": False},
     "eager": {"attn_implementation": "eager"},
+    "torch alone": {"native_kernels": False},
     "plain weights": {"pack_weights": False},
 }
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]

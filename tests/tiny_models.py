@@ -45,7 +45,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 def tiny_llama(*, seed: int = 0, eos_token_id: int | None = None, **changes: Any) -> PreTrainedModel:
     """Grouped-query attention: 4 query heads on 2 key/value heads, untied head."""
-    settings = _common(eos_token_id, changes, tie_word_embeddings=False)
+    settings = _common(eos_token_id, changes, tie_word_embeddings=False, head_dim=32)
     return _build(LlamaForCausalLM, LlamaConfig(**settings), seed)
 
 
@@ -57,7 +57,7 @@ def tiny_llama_mha_tied(*, seed: int = 0, eos_token_id: int | None = None, **cha
 
 def tiny_qwen2(*, seed: int = 0, eos_token_id: int | None = None, **changes: Any) -> PreTrainedModel:
     """Biases on the query, key and value projections."""
-    settings = _common(eos_token_id, changes, tie_word_embeddings=True)
+    settings = _common(eos_token_id, changes, tie_word_embeddings=True, head_dim=32)
     return _build(Qwen2ForCausalLM, Qwen2Config(**settings), seed)
 
 
@@ -67,9 +67,15 @@ def tiny_qwen3(*, seed: int = 0, eos_token_id: int | None = None, **changes: Any
     return _build(Qwen3ForCausalLM, Qwen3Config(**settings), seed)
 
 
+def tiny_qwen3_wide(*, seed: int = 0, eos_token_id: int | None = None, **changes: Any) -> PreTrainedModel:
+    """The same with heads that the compiled kernels know, three of them on one key/value head."""
+    traits = {"head_dim": 64, "num_attention_heads": 3, "num_key_value_heads": 1}
+    return _build(Qwen3ForCausalLM, Qwen3Config(**_common(eos_token_id, changes, **traits)), seed)
+
+
 def tiny_mistral(*, seed: int = 0, eos_token_id: int | None = None, **changes: Any) -> PreTrainedModel:
     """A sliding window on every layer."""
-    settings = _common(eos_token_id, changes, sliding_window=WINDOW)
+    settings = _common(eos_token_id, changes, sliding_window=WINDOW, head_dim=32)
     return _build(MistralForCausalLM, MistralConfig(**settings), seed)
 
 
@@ -171,6 +177,7 @@ TINY_MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "llama_mha_tied": tiny_llama_mha_tied,
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
+    "qwen3_wide": tiny_qwen3_wide,
     "mistral": tiny_mistral,
     "gemma2": tiny_gemma2,
     "gemma3": tiny_gemma3,

@@ -5,34 +5,42 @@ The model's attention layers call :func:`paged_attention` through transformers'
 keyword argument. So two engines in two threads share nothing but the name.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rollout.attention.backend import AttentionBackend, AttentionCall, AttentionStep
+from rollout.attention.backend import AttentionBackend, AttentionCall, AttentionStep, attend_to_itself
 from rollout.attention.eager import EagerAttention
+from rollout.attention.native import NativeAttention, why_not_native
 from rollout.attention.sdpa import SdpaAttention
+from rollout.kv_cache import CacheLayout
+from rollout.native import Kernels
 
 IMPLEMENTATION = "rollout_paged"
 """Name under which :func:`paged_attention` is registered with transformers."""
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
-    "sdpa": SdpaAttention,
-    "eager": EagerAttention,
-}
+BACKENDS = ("auto", "native", "sdpa", "eager")
+"""``native`` is compiled for CPUs, ``sdpa`` runs anywhere, ``eager`` is the slow twin of both; ``auto``
+takes ``native`` where it serves the model and ``sdpa`` elsewhere."""
 
 
-def make_backend(name: str) -> AttentionBackend:
-    """The backend of that name.
+def make_backend(name: str, layout: CacheLayout, kernels: Kernels | None) -> AttentionBackend:
+    """The backend of that name for a cache; ``kernels`` are the compiled ones, if there are any.
 
     Raises:
-        ValueError: no such backend; the message lists the known ones.
+        ValueError: no such backend (the message lists the known ones), or not for this cache.
     """
     if name not in BACKENDS:
         raise ValueError(f"attn_implementation={name!r} is unknown; known: {', '.join(BACKENDS)}")
-    return BACKENDS[name]()
+    if name == "eager":
+        return EagerAttention()
+    if name != "sdpa":
+        reason = "there are no compiled kernels" if kernels is None else why_not_native(layout)
+        if kernels is not None and reason is None:
+            return NativeAttention(kernels)
+        if name == "native":
+            raise ValueError(f"attn_implementation='native' is not possible here: {reason}; use 'auto'")
+    return SdpaAttention()
 
 
 def paged_attention(
@@ -68,7 +76,9 @@ __all__ = [
     "AttentionCall",
     "AttentionStep",
     "EagerAttention",
+    "NativeAttention",
     "SdpaAttention",
+    "attend_to_itself",
     "make_backend",
     "paged_attention",
 ]

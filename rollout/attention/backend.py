@@ -34,6 +34,13 @@ class AttentionCall:
 class AttentionBackend(Protocol):
     """Computes one layer's attention from the pages."""
 
+    needs_masks: bool
+    """Whether decode rows come in buckets of similar length with a bias each; else all in one
+    bucket, with the range of keys that each row sees."""
+
+    def store(self, call: AttentionCall, pages: LayerPages, slots: Tensor) -> None:
+        """Write the call's keys and values to ``slots`` ``[T] int64``, before :meth:`attend`."""
+
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """Returns ``[T, N, H]`` (the value's head dim) in the query's dtype."""
 
@@ -93,3 +100,11 @@ def _attend_slice(
     else:
         weights = torch.softmax(scores, dim=-1)
     return torch.matmul(weights.to(value.dtype), value)
+
+
+def attend_to_itself(query: Tensor, value: Tensor) -> Tensor:
+    """``[1, N, T, H]`` and ``[1, K, T, H]`` -> ``[1, T, N, H]``: each token gets its own value.
+
+    What probes answer: the forward goes on, and nothing is kept.
+    """
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()

@@ -11,6 +11,12 @@ from rollout.kv_cache import LayerPages
 class EagerAttention:
     """Attention without buckets, padding or fused kernels; see ``AttentionBackend``."""
 
+    needs_masks = False
+
+    def store(self, call: AttentionCall, pages: LayerPages, slots: Tensor) -> None:
+        """See ``AttentionBackend``."""
+        pages.write(slots, call.key, call.value)
+
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """Returns ``[T, N, H]``."""
         rows = [self._attend_row(call, pages, row, batch.window) for row in batch.rows]

@@ -20,17 +20,24 @@ from rollout.kv_cache import LayerPages
 class SdpaAttention:
     """Attention by buckets of similar rows; see ``AttentionBackend``."""
 
+    needs_masks = True
+
+    def store(self, call: AttentionCall, pages: LayerPages, slots: Tensor) -> None:
+        """See ``AttentionBackend``."""
+        pages.write(slots, call.key, call.value)
+
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """Returns ``[T, N, H]``."""
         if len(batch.buckets) == 1:
-            return self._attend(call, pages, batch.buckets[0])
+            return self.attend_bucket(call, pages, batch.buckets[0])
         num_heads, num_tokens, _ = call.query.shape
         out = call.query.new_empty(num_tokens, num_heads, call.value.shape[-1])
         for bucket in batch.buckets:
-            out[bucket.start : bucket.end] = self._attend(call, pages, bucket)
+            out[bucket.start : bucket.end] = self.attend_bucket(call, pages, bucket)
         return out
 
-    def _attend(self, call: AttentionCall, pages: LayerPages, bucket: Bucket) -> Tensor:
+    def attend_bucket(self, call: AttentionCall, pages: LayerPages, bucket: Bucket) -> Tensor:
+        """Returns ``[end - start, N, H]``, the bucket's part."""
         return (self._decode if bucket.kind is BucketKind.DECODE else self._prefill)(call, pages, bucket)
 
     def _decode(self, call: AttentionCall, pages: LayerPages, bucket: Bucket) -> Tensor:

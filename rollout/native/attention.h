@@ -1,0 +1,154 @@
+// Attention of decode rows (one query token each) straight from the key/value pages: a row's keys are
+// scored page by page, the scores go through one softmax in float32, then the values are summed. No
+// gather, no padding, no mask, and a row's result does not depend on the other rows.
+//
+// Letters: R rows, K key/value heads, G query heads of each, H head dim, P pages, S slots of a page,
+// W width of the page table.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "vectors.h"
+
+struct AttentionCall {
+    void* out;              // [R, K * G, H]
+    const void* query;      // [R, K * G, H], rows `query_stride` elements apart
+    const void *keys, *values;  // [K, P, S, H]
+    const int64_t* pages;   // [R, W]
+    const int64_t* seen;    // [R, 2]: the first key seen and the end, counted from the table's start
+    const float* sinks;     // [K * G], a logit per head that takes part in the softmax; may be null
+    int64_t query_stride, head_stride, page_size;
+    int64_t rows, width, kv_heads, group;
+    float scaling, softcap;  // softcap 0: none
+};
+
+// Sixteen vectors to the vector of their sixteen sums, in four rounds of adding neighbours.
+static inline vf sum_each(vf* v) {
+    for (int count = 8; count > 0; count /= 2)
+        for (int i = 0; i < count; i++) {
+            vf x = v[2 * i], y = v[2 * i + 1];
+            v[i] = __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+                   __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+        }
+    return v[0];
+}
+
+// Scores to softmax weights in place, as float32; `count` of them, room for a whole last vector.
+static inline void softmax(float* scores, int64_t count, float softcap, const float* sink) {
+    const int64_t end = (count + LANES - 1) / LANES * LANES;
+    if (softcap > 0)
+        for (int64_t i = 0; i < count; i++) scores[i] = softcap * std::tanh(scores[i] / softcap);
+    float peak = sink ? *sink : -INFINITY;
+    for (int64_t i = 0; i < count; i++) peak = std::max(peak, scores[i]);  // a NaN stays in its score
+    vf total = {};
+    for (int64_t i = 0; i < end; i += LANES) {
+        if (i + LANES > count) std::fill(scores + count, scores + end, -INFINITY);
+        vf weight = exp(load(scores + i) - peak);
+        store(scores + i, weight);
+        if (i + LANES > count) {
+            std::fill(scores + count, scores + end, 0.0f);
+            weight = load(scores + i);
+        }
+        total += weight;
+    }
+    const float mass = sum(total) + (sink ? std::exp(*sink - peak) : 0.0f);
+    for (int64_t i = 0; i < end; i += LANES) store(scores + i, load(scores + i) / mass);
+}
+
+// One row, one kv head, Q of its query heads; C = H / LANES.
+template <class T, int C, int Q>
+static void attend_heads(const AttentionCall& call, int64_t row, int64_t kv_head, int64_t first_query,
+                         std::vector<float>& scratch) {
+    constexpr int64_t H = C * LANES;
+    const int64_t head = kv_head * call.group + first_query, S = call.page_size;
+    const int64_t begin = call.seen[2 * row], end = call.seen[2 * row + 1], count = end - begin;
+    const int64_t room = (count + 2 * LANES) / LANES * LANES;
+    const int64_t* table = call.pages + row * call.width;
+    const T* keys = static_cast<const T*>(call.keys) + kv_head * call.head_stride;
+    const T* values = static_cast<const T*>(call.values) + kv_head * call.head_stride;
+    const T* query = static_cast<const T*>(call.query) + row * call.query_stride + head * H;
+    T* out = static_cast<T*>(call.out) + (row * call.kv_heads * call.group + head) * H;
+    if (int64_t(scratch.size()) < room * Q) scratch.resize(room * Q);
+    float* scores = scratch.data();
+
+    vf q[Q][C];
+    for (int g = 0; g < Q; g++)
+        for (int c = 0; c < C; c++) q[g][c] = load(query + g * H + c * LANES) * call.scaling;
+    for (int64_t key = begin; key < end;) {
+        const int64_t slot = key % S, some = std::min<int64_t>({LANES, S - slot, end - key});
+        const T* at = keys + (table[key / S] * S + slot) * H;
+        vf products[Q][LANES] = {};
+        for (int64_t j = 0; j < some; j++, at += H) {
+            vf dot[Q] = {};
+            for (int c = 0; c < C; c++) {
+                const vf k = load(at + c * LANES);
+                for (int g = 0; g < Q; g++) dot[g] += q[g][c] * k;
+            }
+            for (int g = 0; g < Q; g++) products[g][j] = dot[g];
+        }
+        for (int g = 0; g < Q; g++) store(scores + g * room + key - begin, sum_each(products[g]));
+        key += some;
+    }
+    for (int g = 0; g < Q; g++)
+        softmax(scores + g * room, count, call.softcap, call.sinks ? call.sinks + head + g : nullptr);
+
+    vf sums[Q][C] = {};
+    for (int64_t key = begin; key < end;) {
+        const int64_t slot = key % S, some = std::min<int64_t>(S - slot, end - key);
+        const T* at = values + (table[key / S] * S + slot) * H;
+        for (int64_t j = 0; j < some; j++, key++, at += H) {
+            for (int c = 0; c < C; c++) {
+                const vf v = load(at + c * LANES);
+                for (int g = 0; g < Q; g++) sums[g][c] += v * scores[g * room + key - begin];
+            }
+        }
+    }
+    for (int g = 0; g < Q; g++)
+        for (int c = 0; c < C; c++) store(out + g * H + c * LANES, sums[g][c]);
+}
+
+template <class T, int C>
+static void attend(const AttentionCall& call) {
+    // neighbours in a row's order often share their prompt's pages, so a head's rows come together
+    const int64_t items = call.rows * call.kv_heads;
+#pragma omp parallel if (items > 2)
+    {
+        std::vector<float> scratch;
+#pragma omp for schedule(dynamic, 2)
+        for (int64_t i = 0; i < items; i++) {
+            const int64_t row = i % call.rows, kv_head = i / call.rows;
+            int64_t done = 0;
+            // as many query heads at once as keep their sums in registers
+            constexpr int MOST = C <= 4 ? 4 : 2;
+            while (done < call.group) {
+                const int64_t left = std::min<int64_t>(call.group - done, MOST);
+                if (left >= 4) {
+                    attend_heads<T, C, std::min(MOST, 4)>(call, row, kv_head, done, scratch);
+                } else if (left == 3) {
+                    attend_heads<T, C, std::min(MOST, 3)>(call, row, kv_head, done, scratch);
+                } else if (left == 2) {
+                    attend_heads<T, C, 2>(call, row, kv_head, done, scratch);
+                } else {
+                    attend_heads<T, C, 1>(call, row, kv_head, done, scratch);
+                }
+                done += left;
+            }
+        }
+    }
+}
+
+// Returns false for a head dim that there is no code for.
+template <class T>
+static bool attend_rows(const AttentionCall& call, int64_t head_dim) {
+    switch (head_dim) {
+        case 16: attend<T, 1>(call); return true;
+        case 32: attend<T, 2>(call); return true;
+        case 64: attend<T, 4>(call); return true;
+        case 80: attend<T, 5>(call); return true;
+        case 96: attend<T, 6>(call); return true;
+        case 128: attend<T, 8>(call); return true;
+        case 256: attend<T, 16>(call); return true;
+    }
+    return false;
+}

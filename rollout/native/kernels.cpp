@@ -1,0 +1,53 @@
+// The functions that rollout/native/kernels.py calls. Checked there; here every pointer is trusted.
+// `kind` says what lies in memory: 0 all float32, 1 all bfloat16, 2 (autocast) bfloat16 outputs of
+// linears beside float32 residuals, norms and angles.
+
+#include "attention.h"
+#include "elementwise.h"
+
+extern "C" {
+
+void rollout_add_rms_norm(int kind, void* out, void* total, const void* x, const void* delta,
+                          const void* weight, int64_t tokens, int64_t size, float eps) {
+    auto run = [&](auto* x_type, auto* delta_type) {
+        using X = std::remove_pointer_t<decltype(x_type)>;
+        using D = std::remove_pointer_t<decltype(delta_type)>;
+        add_rms_norm((X*)out, (X*)total, (const X*)x, (const D*)delta, (const X*)weight, tokens, size, eps);
+    };
+    if (kind == 0) run((float*)0, (float*)0);
+    if (kind == 1) run((bf16*)0, (bf16*)0);
+    if (kind == 2) run((float*)0, (bf16*)0);
+}
+
+void rollout_rotate(int kind, void* out, const void* x, int64_t stride, const void* cos, const void* sin,
+                    const void* query_norm, const void* key_norm, float eps, int64_t tokens, int64_t heads,
+                    int64_t queries, int64_t size) {
+    auto run = [&](auto* x_type, auto* angle_type) {
+        using T = std::remove_pointer_t<decltype(x_type)>;
+        using C = std::remove_pointer_t<decltype(angle_type)>;
+        rotate((T*)out, (const T*)x, stride, (const C*)cos, (const C*)sin, (const C*)query_norm,
+               (const C*)key_norm, eps, tokens, heads, queries, size);
+    };
+    if (kind == 0) run((float*)0, (float*)0);
+    if (kind == 1) run((bf16*)0, (bf16*)0);
+    if (kind == 2) run((bf16*)0, (float*)0);
+}
+
+void rollout_silu_mul(int kind, void* out, const void* gate_up, int64_t tokens, int64_t size) {
+    if (kind == 0) silu_mul((float*)out, (const float*)gate_up, tokens, size);
+    else silu_mul((bf16*)out, (const bf16*)gate_up, tokens, size);
+}
+
+// Copies [T, K, H] (tokens `stride` bytes apart) to slots [T] of pages [K, P * S, H]; sizes in bytes.
+void rollout_store(void* pages, int64_t head_stride, const void* x, int64_t stride, const int64_t* slots,
+                   int64_t tokens, int64_t heads, int64_t size) {
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t n = 0; n < heads; n++)
+            std::memcpy((char*)pages + n * head_stride + slots[t] * size,
+                        (const char*)x + t * stride + n * size, size);
+}
+
+int rollout_attend(int kind, const AttentionCall* call, int64_t head_dim) {
+    return kind == 0 ? attend_rows<float>(*call, head_dim) : attend_rows<bf16>(*call, head_dim);
+}
+}

@@ -1,0 +1,259 @@
+"""The compiled functions on tensors: shapes and types are checked here, the arithmetic is in C++.
+
+Letters: T tokens, D hidden size, N query heads, K kv heads, H head dim, R rows, W page-table width,
+P pages, S slots of a page.
+"""
+
+import ctypes
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from rollout.native.build import BuildError, load_library
+
+logger = logging.getLogger("rollout")
+
+LANES = 16
+MAX_HEAD_DIM = 1024
+HEAD_DIMS = frozenset({16, 32, 64, 80, 96, 128, 256})
+"""Head dims that paged attention is compiled for."""
+KINDS = {
+    (torch.float32, torch.float32): 0,
+    (torch.bfloat16, torch.bfloat16): 1,
+    (torch.float32, torch.bfloat16): 2,  # autocast
+}
+"""(dtype of residuals, norms and angles; dtype of the linears' outputs) that there is code for."""
+
+
+class AttentionCall(ctypes.Structure):
+    """The arguments of one attention, as in ``attention.h``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "query", "keys", "values", "pages", "seen", "sinks")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "head_stride", "page_size")),
+        *((name, ctypes.c_int64) for name in ("rows", "width", "kv_heads", "group")),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+class Kernels:
+    """Element-wise parts of a decoder layer and paged attention, on CPU tensors without gradients.
+
+    Each function equals the torch operators it stands for, up to the order of sums and an exp that
+    is good to 2e-7; bf16 results are rounded where eager torch rounds.
+
+    Example::
+
+        normed = load_kernels().rms_norm(x, weight, eps)
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        i64, pointer, f32, int_ = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float, ctypes.c_int
+        self._norm = library.rollout_add_rms_norm
+        self._norm.argtypes = [int_, *[pointer] * 5, i64, i64, f32]
+        self._rotate = library.rollout_rotate
+        self._rotate.argtypes = [int_, pointer, pointer, i64, *[pointer] * 4, f32, *[i64] * 4]
+        self._silu_mul = library.rollout_silu_mul
+        self._silu_mul.argtypes = [int_, pointer, pointer, i64, i64]
+        self._store = library.rollout_store
+        self._store.argtypes = [pointer, i64, pointer, i64, pointer, i64, i64, i64]
+        self._attend = library.rollout_attend
+        self._attend.argtypes = [int_, ctypes.POINTER(AttentionCall), i64]
+        for function in (self._norm, self._rotate, self._silu_mul, self._store):
+            function.restype = None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension of ``[..., D]``."""
+        size = _last(x, weight)
+        x, out = x.contiguous(), torch.empty_like(x)
+        kind = _kind(x.dtype, x.dtype)
+        self._norm(
+            kind, out.data_ptr(), None, x.data_ptr(), None, weight.data_ptr(), x.numel() // size, size, eps
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """``x + delta`` and its :meth:`rms_norm`."""
+        size = _last(x, weight)
+        x, delta = x.contiguous(), delta.contiguous()
+        assert x.shape == delta.shape
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        self._norm(
+            _kind(x.dtype, delta.dtype),
+            out.data_ptr(),
+            total.data_ptr(),
+            x.data_ptr(),
+            delta.data_ptr(),
+            weight.data_ptr(),
+            x.numel() // size,
+            size,
+            eps,
+        )
+        return total, out
+
+    def rotate(
+        self,
+        x: Tensor,
+        num_queries: int,
+        num_keys: int,
+        cos: Tensor,
+        sin: Tensor,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Rotary embedding of the heads that ``x`` begins with, the queries and then the keys.
+
+        Args:
+            x: [T, at least (N + K) * H].
+            num_queries, num_keys: N and K.
+            cos, sin: [T, H].
+            norms: weights [H] of the queries' and the keys' :meth:`rms_norm`, which comes first.
+            eps: of the norms.
+
+        Returns ``[T, N + K, H]``.
+        """
+        tokens, size = cos.shape
+        heads = num_queries + num_keys
+        assert x.shape[0] == tokens and x.shape[1] >= heads * size and x.stride(1) == 1
+        assert size % (2 * LANES) == 0 and size <= MAX_HEAD_DIM
+        assert cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype
+        assert norms is None or all(norm.dtype == x.dtype == cos.dtype for norm in norms)
+        out = torch.empty((tokens, heads, size), dtype=x.dtype)
+        query_norm, key_norm = (None, None) if norms is None else (norm.data_ptr() for norm in norms)
+        self._rotate(
+            _kind(cos.dtype, x.dtype),
+            out.data_ptr(),
+            x.data_ptr(),
+            x.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            query_norm,
+            key_norm,
+            eps,
+            tokens,
+            heads,
+            num_queries,
+            size,
+        )
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up`` of ``[T, 2 * D]``, the gates first: ``[T, D]``."""
+        tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+        assert gate_up.is_contiguous() and gate_up.shape[1] == 2 * size and size % LANES == 0
+        out = torch.empty((tokens, size), dtype=gate_up.dtype)
+        self._silu_mul(_kind(gate_up.dtype, gate_up.dtype), out.data_ptr(), gate_up.data_ptr(), tokens, size)
+        return out
+
+    def store(self, pages: Tensor, x: Tensor, slots: Tensor) -> None:
+        """Write ``x [K, T, H]`` to ``slots [T] int64`` (page * S + slot) of ``pages [K, P, S, H]``."""
+        heads, tokens, size = x.shape
+        assert x.dtype == pages.dtype and pages.is_contiguous() and slots.shape == (tokens,)
+        if x.stride(2) != 1 or x.stride(0) != size:
+            x = x.transpose(0, 1).contiguous().transpose(0, 1)
+        width = x.element_size()
+        self._store(
+            pages.data_ptr(),
+            pages.stride(0) * width,
+            x.data_ptr(),
+            x.stride(1) * width,
+            slots.data_ptr(),
+            tokens,
+            heads,
+            size * width,
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        pages: Tensor,
+        seen: Tensor,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one query token per row over the keys in its pages.
+
+        Args:
+            query: [R, N, H], rows may lie apart.
+            keys, values: [K, P, S, H] in the query's dtype.
+            pages: [R, W] int64, each row's page table.
+            seen: [R, 2] int64, first key seen and end, counted from the first slot of the table.
+            scaling: factor of the scores; softcap: see ``AttentionCall`` of the backends.
+            sinks: [N] float32.
+
+        Returns ``[R, N, H]``.
+        """
+        rows, heads, size = query.shape
+        assert size in HEAD_DIMS and keys.shape == values.shape and keys.dtype == values.dtype == query.dtype
+        assert keys.is_contiguous() and values.is_contiguous() and pages.is_contiguous()
+        assert pages.shape[0] == rows and seen.shape == (rows, 2) and seen.is_contiguous()
+        if query.stride(2) != 1 or query.stride(1) != size:
+            query = query.contiguous()
+        out = torch.empty((rows, heads, size), dtype=query.dtype)
+        call = AttentionCall(
+            out.data_ptr(),
+            query.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            pages.data_ptr(),
+            seen.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            query.stride(0),
+            keys.stride(0),
+            keys.shape[2],
+            rows,
+            pages.shape[1],
+            keys.shape[0],
+            heads // keys.shape[0],
+            scaling,
+            softcap or 0.0,
+        )
+        done = self._attend(_kind(query.dtype, query.dtype), ctypes.byref(call), size)
+        assert done, f"no code for head dim {size}"
+        return out
+
+
+def chosen_kernels(mode: bool | str, device: torch.device) -> Kernels | None:
+    """The compiled functions under ``EngineConfig.native_kernels``, or ``None``: torch's own serve.
+
+    Raises:
+        ValueError: they are insisted upon and the device is no CPU.
+        BuildError: they are insisted upon and cannot be compiled.
+    """
+    if mode is False or (mode == "auto" and device.type != "cpu"):
+        return None
+    if device.type != "cpu":
+        raise ValueError(f"native_kernels=True needs a model on the CPU, this one is on {device}")
+    try:
+        return load_kernels()
+    except BuildError as error:
+        if mode is True:
+            raise
+        logger.warning("no compiled kernels, torch's own operators are used: %s", error)
+        return None
+
+
+@functools.cache
+def load_kernels() -> Kernels:
+    """The compiled functions; made once per process.
+
+    Raises:
+        BuildError: they cannot be compiled.
+    """
+    return Kernels(load_library())
+
+
+def _last(x: Tensor, weight: Tensor) -> int:
+    size = x.shape[-1]
+    assert weight.shape == (size,) and weight.dtype == x.dtype and size % LANES == 0
+    return size
+
+
+def _kind(wide: torch.dtype, narrow: torch.dtype) -> int:
+    return KINDS[wide, narrow]
