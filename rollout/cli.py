@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from rollout.attention import BACKENDS
-from rollout.bench import PEERS, WORKLOADS, host_facts, run_bench
+from rollout.bench import DEFAULT_PEERS, PEERS, WORKLOADS, host_facts, run_bench
 from rollout.config import SCHEDULER_SAFETY_MARGINS, EngineConfig
 from rollout.demo_model import demo_model
 from rollout.engine import RolloutEngine
@@ -177,7 +177,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of the weights")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measured rounds (default: 3)")
-    for name, default, known in (("--workloads", ("grpo",), WORKLOADS), ("--peers", PEERS, PEERS)):
+    for name, default, known in (("--workloads", ("grpo",), WORKLOADS), ("--peers", DEFAULT_PEERS, PEERS)):
         parser.add_argument(
             name, default=default, nargs="+", metavar="NAME", help=f"any of: {', '.join(known)}"
         )

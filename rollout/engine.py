@@ -340,7 +340,8 @@ class RolloutEngine:
             logits = forward(self._weights.view, self._plan, batch, self._cache, self._backend)
         drawing = plan.drawing()
         with self._meter.stage("sample"):
-            drawn = draw(logits, [_sampling_row(s) for s in drawing], batch.logit_rows) if drawing else ()
+            rows = [_sampling_row(sequence) for sequence in drawing]
+            drawn = draw(logits, rows, batch.logit_rows, self._kernels) if drawing else ()
         with self._meter.stage("commit"):
             commit(self._scheduler, plan, drawing, drawn, self.weight_version, self._requests.position_limit)
 

@@ -232,8 +232,9 @@ class JointLinear:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = tuple(modules)
         first = self._modules[0]
-        is_joint = isinstance(first, PackedLinear) and first.group.is_made_of(modules)
-        self._packed = first if is_joint else None
+        self._packed: PackedLinear | None = None
+        if isinstance(first, PackedLinear) and first.group.is_made_of(modules):
+            self._packed = first
 
     def __call__(self, input: Tensor) -> Tensor:
         """See the class."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.native import Kernels
 from rollout.noise import uniforms
 from rollout.processing import SamplingRow, process
 from rollout.types import DrawnToken, NonFiniteLogits
@@ -31,6 +32,8 @@ HOST_CHUNK = 2**21
 """Logits worked on at once on the CPU: 8 MB of float32 stay in the cache and in the allocator's pool."""
 DEVICE_CHUNK = 2**25
 """The same on an accelerator, where launches cost more than memory traffic."""
+SPREAD_DTYPES = (torch.float32, torch.bfloat16)
+"""Of the logits that the compiled kernels read."""
 FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -69,14 +72,18 @@ class Spread(NamedTuple):
 
 @torch.no_grad()
 def draw(
-    logits: Tensor, rows: Sequence[SamplingRow], logit_rows: Sequence[int] | None = None
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    logit_rows: Sequence[int] | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[DrawnToken | Exception, ...]:
     """One token per row, or the error that this row alone has.
 
     ``logits`` is [L, V] of any float dtype and is not modified; ``rows[i]`` draws from
     ``logits[logit_rows[i]]`` (``None``: from ``logits[i]``), so several rows may share one.
     An entry is an exception when its logits hold NaN or +inf or nothing finite, when a logits
-    processor raised or returned a wrong shape, or when an id is outside the vocabulary.
+    processor raised or returned a wrong shape, or when an id is outside the vocabulary. With
+    ``kernels`` the passes over the vocabulary are made in compiled code.
 
     Rows are sorted by what they need, so that each chunk takes one path through the code; the
     results leave the device once, at the end.
@@ -92,13 +99,13 @@ def draw(
         return tuple(failures[i] for i in range(len(rows)))
     knobs = _knobs([rows[i] for i in order], vocab, logits.device)
     max_len = _chunk_len(logits)
-    weights = _workspace(min(max_len, len(order)), vocab, logits.device)
+    spread = Spreader(kernels, logits, min(max_len, len(order)))
     tables: list[Tensor] = []
     for start, stop in _chunks([kinds[i] for i in order], max_len):
         members = order[start:stop]
         raw = _load(logits, [sources[i] for i in members])
         part = knobs.at(slice(start, stop))
-        table, failed = _draw_chunk(raw, [rows[i] for i in members], part, weights[: len(members)])
+        table, failed = _draw_chunk(raw, [rows[i] for i in members], part, spread)
         tables.append(table)
         failures.update({members[c]: error for c, error in failed.items()})
     results: dict[int, DrawnToken | Exception] = {**failures}
@@ -150,17 +157,12 @@ def _chunks(kinds: Sequence[object], max_len: int) -> Iterator[tuple[int, int]]:
             start = stop
 
 
-def _workspace(num_rows: int, vocab: int, device: torch.device) -> Tensor:
-    """Room for the masses of a chunk, whole blocks long; kept for all chunks to spare page faults."""
-    return torch.empty((num_rows, math.ceil(vocab / BLOCK) * BLOCK), dtype=torch.float32, device=device)
-
-
 def _load(logits: Tensor, sources: Sequence[int]) -> Tensor:
-    """Rows ``sources`` of the logits as [C, V] float32; a view where that is possible."""
+    """Rows ``sources`` of the logits as [C, V]; a view where that is possible."""
     first = sources[0]
     if list(sources) == list(range(first, first + len(sources))):
-        return logits[first : first + len(sources)].float()
-    return logits[torch.tensor(sources, device=logits.device)].float()
+        return logits[first : first + len(sources)]
+    return logits[torch.tensor(sources, device=logits.device)]
 
 
 def _knobs(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Knobs:
@@ -180,26 +182,28 @@ def _knobs(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Kno
 
 
 def _draw_chunk(
-    raw: Tensor, rows: Sequence[SamplingRow], knobs: Knobs, weights: Tensor
+    raw: Tensor, rows: Sequence[SamplingRow], knobs: Knobs, spread_of: "Spreader"
 ) -> tuple[Tensor, dict[int, Exception]]:
-    """Draw rows of one kind from ``raw`` [C, V] float32.
+    """Draw rows of one kind from ``raw`` [C, V].
 
     Returns [C, 6] float64 (token, logprob, policy logprob, log of the kept mass, peak of the raw
-    logits, peak of the scores) and the errors of processors. ``weights`` [C, B * BLOCK] is scratch.
+    logits, peak of the scores) and the errors of processors.
     """
     heated = any(row.params.temperature not in (0, 1) for row in rows)
-    scores, policy = raw, _spread(raw, knobs, heated, weights)
+    mode = _mode(rows[0], raw.shape[1])
+    if rows[0].is_processed or mode is Mode.TRUNCATED:
+        raw = raw.float()
+    scores, policy = raw, spread_of(raw, knobs, heated)
     spread = policy
     failures: dict[int, Exception] = {}
     if rows[0].is_processed:
         scores, failures = process(raw, rows)
-        spread = _spread(scores, knobs, heated, weights)
-    mode = _mode(rows[0], raw.shape[1])
+        spread = spread_of(scores, knobs, heated)
     log_kept = torch.zeros_like(knobs.uniform)
     if mode is Mode.GREEDY:
         token = scores.max(dim=-1).indices  # the first of equals
     elif mode is Mode.PLAIN:
-        token = _pick_plain(weights, spread, knobs).clamp(max=raw.shape[1] - 1)
+        token = _pick_plain(scores, spread, knobs)
     else:
         token, log_kept = _pick_truncated(scores, spread, knobs)
     logprob = _logprob(scores, token, spread, knobs)
@@ -211,25 +215,40 @@ def _draw_chunk(
     return torch.stack([column.double() for column in columns], dim=1), failures
 
 
-def _spread(scores: Tensor, knobs: Knobs, heated: bool, weights: Tensor) -> Spread:
-    """Fill ``weights`` with exp((score - peak) / temperature) and sum it up by blocks.
+class Spreader:
+    """Finds the :class:`Spread` of chunks, in compiled code or with torch's operators."""
 
-    ``heated`` False says that every temperature is 1 and saves a pass; dividing by 1 changes no bit,
-    so a row's numbers do not depend on it.
-    """
-    vocab = scores.shape[1]
-    peak = scores.amax(dim=-1, keepdim=True)
-    torch.sub(scores, peak, out=weights[:, :vocab])
-    weights[:, vocab:] = -math.inf
-    if heated:
-        weights.div_(knobs.temperature)
-    weights.exp_()
-    return Spread(peak, weights.view(len(weights), -1, BLOCK).sum(dim=-1).double().cumsum(dim=-1))
+    def __init__(self, kernels: Kernels | None, logits: Tensor, max_rows: int) -> None:
+        self._kernels = kernels
+        self._scratch = torch.empty(0)
+        if kernels is None:  # kept for all chunks to spare page faults
+            width = math.ceil(logits.shape[1] / BLOCK) * BLOCK
+            self._scratch = torch.empty((max_rows, width), dtype=torch.float32, device=logits.device)
+
+    def __call__(self, scores: Tensor, knobs: Knobs, heated: bool) -> Spread:
+        """The spread of ``scores`` [C, V].
+
+        ``heated`` False says that every temperature is 1 and saves a pass; dividing by 1 changes no
+        bit, so a row's numbers do not depend on it.
+        """
+        if scores.dtype not in SPREAD_DTYPES or self._kernels is None:
+            scores = scores.float()
+        if self._kernels is not None:
+            peak, mass = self._kernels.spread(scores, knobs.temperature[:, 0], BLOCK)
+            return Spread(peak[:, None], mass.double().cumsum(dim=-1))
+        vocab, weights = scores.shape[1], self._scratch[: len(scores)]
+        peak = scores.amax(dim=-1, keepdim=True)
+        torch.sub(scores, peak, out=weights[:, :vocab])
+        weights[:, vocab:] = -math.inf
+        if heated:
+            weights.div_(knobs.temperature)
+        weights.exp_()
+        return Spread(peak, weights.view(len(weights), -1, BLOCK).sum(dim=-1).double().cumsum(dim=-1))
 
 
 def _logprob(scores: Tensor, token: Tensor, spread: Spread, knobs: Knobs) -> Tensor:
     """log_softmax(scores / temperature) at the token, [C] float64; never the log of a softmax."""
-    above = (scores.gather(1, token[:, None]) - spread.peak).double() / knobs.temperature
+    above = (scores.gather(1, token[:, None]).float() - spread.peak).double() / knobs.temperature
     return (above - spread.total.log())[:, 0]
 
 
@@ -247,14 +266,17 @@ def _invert(cumulative: Tensor, target: Tensor) -> Tensor:
     return torch.minimum(first, last).clamp(max=cumulative.shape[1] - 1)  # NaN rows stay in range
 
 
-def _pick_plain(weights: Tensor, spread: Spread, knobs: Knobs) -> Tensor:
+def _pick_plain(scores: Tensor, spread: Spread, knobs: Knobs) -> Tensor:
     """Draw in vocabulary order, [C] int64: find the block, then the token inside it."""
     target = knobs.uniform[:, None] * spread.total
     block = _invert(spread.cumulative, target)
     below = spread.cumulative.gather(1, (block - 1).clamp(min=0)).where(block > 0, 0.0)
-    inside = torch.arange(BLOCK, device=weights.device) + block * BLOCK
-    offset = _invert(weights.gather(1, inside).double().cumsum(dim=-1), target - below)
-    return (block * BLOCK + offset)[:, 0]
+    ids = torch.arange(BLOCK, device=scores.device) + block * BLOCK
+    last = scores.shape[1] - 1
+    inside = scores.gather(1, ids.clamp(max=last)).float()
+    weights = ((inside - spread.peak) / knobs.temperature).exp().masked_fill(ids > last, 0.0)
+    offset = _invert(weights.double().cumsum(dim=-1), target - below)
+    return (block * BLOCK + offset).clamp(max=last)[:, 0]
 
 
 def _pick_truncated(scores: Tensor, spread: Spread, knobs: Knobs) -> tuple[Tensor, Tensor]:

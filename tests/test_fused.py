@@ -17,7 +17,7 @@ from rollout.runner import engine_mode, set_attention
 from rollout.weights import make_view
 from tiny_models import TINY_MODELS, VOCAB_SIZE
 
-FUSED = {"llama", "qwen2", "qwen3_wide", "mistral"}
+FUSED = {"llama_wide", "qwen2", "qwen3_wide", "mistral"}
 """The others have heads of 16 or 24, another order of norms, another MLP or joined projections."""
 CPU = torch.device("cpu")
 
@@ -106,14 +106,14 @@ def test_a_layer_that_computes_something_else_is_left_alone(caplog: pytest.LogCa
 
 
 def test_another_activation_is_seen() -> None:
-    view = make_prepared(TINY_MODELS["llama"](hidden_act="gelu"))
+    view = make_prepared(TINY_MODELS["llama_wide"](hidden_act="gelu"))
     with engine_mode():
         assert fuse_layers(view, load_kernels(), CPU) == 0
 
 
 def test_a_weight_changed_in_place_is_used() -> None:
     """The fused layer holds the trainer's tensors, not copies of them."""
-    model = TINY_MODELS["llama"]()
+    model = TINY_MODELS["llama_wide"]()
     engine = RolloutEngine(model)
     params = SamplingParams(max_new_tokens=8, seed=1)
     engine.generate([[5, 6, 7]], params)

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "batch": {"sequence"},
     "results": {"types"},
     "processing": {"types"},
-    "sampling": {"noise", "processing", "types"},
+    "sampling": {"native", "noise", "processing", "types"},
     "capacity": {"config", "kv_cache", "sequence", "tables"},
     # the model
     "packing": set(),
@@ -95,8 +95,8 @@ ALLOWED: dict[str, set[str]] = {
     "": {"config", "engine", "results", "types"},  # rollout/__init__.py
     "bench.workloads": {"types"},
     "bench.limits": {"bench.workloads"},
-    "bench.peers": {"bench.workloads", "config", "engine", "types"},
-    "bench.measure": {"bench.peers", "bench.workloads"},
+    "bench.peers": {"bench.workloads", "engine", "types"},
+    "bench.measure": {"bench.peers", "bench.workloads", "native"},
     "bench.report": {"bench.limits", "bench.measure", "bench.peers", "bench.workloads"},
     "bench": {"bench.measure", "bench.report", "bench.workloads"},
     "commit": {"scheduler", "sequence", "types"},

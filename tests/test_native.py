@@ -17,10 +17,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    try:
-        build.find_compiler()
-    except BuildError as error:
-        pytest.skip(str(error))
     return load_kernels()
 
 
@@ -194,6 +190,43 @@ def test_a_nan_key_spoils_its_own_row_alone(kernels: Kernels) -> None:
     tables, seen = torch.tensor([[1], [2]]), torch.tensor([[0, 4], [0, 4]])
     out = kernels.attend(randn(2, 2, 16, seed=2), keys, values, tables, seen, 0.25)
     assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+# ---- the passes of a draw
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 256, 1000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_spread_is_peak_and_mass_by_block(kernels: Kernels, dtype: torch.dtype, vocab: int) -> None:
+    wide = randn(5, vocab + 3, dtype=dtype) * 9
+    logits, heat = wide[:, :vocab], torch.tensor([1.0, 0.3, 2.0, 1e-3, 1.0])
+    logits[4, vocab // 2 :] = -torch.inf  # what a mask does
+    logits[4, 0] = 0.5
+    peak, mass = kernels.spread(logits, heat, 64)
+    assert torch.equal(peak, logits.amax(dim=-1).float())
+    weights = ((logits.double() - peak[:, None].double()) / heat[:, None].double()).exp()
+    blocks = torch.nn.functional.pad(weights, (0, -vocab % 64)).view(5, -1, 64).sum(dim=-1)
+    torch.testing.assert_close(mass.double(), blocks, rtol=3e-6, atol=1e-37)
+    assert (mass[4, -(-vocab // 128) :] == 0).all() or vocab < 128  # masked is exactly nothing
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_spread_shows_what_is_not_finite(kernels: Kernels, dtype: torch.dtype) -> None:
+    logits = randn(4, 100, dtype=dtype)
+    logits[0, 97], logits[1, 3], logits[2] = float("nan"), float("inf"), -float("inf")
+    peak, _ = kernels.spread(logits, torch.ones(4), 64)
+    assert peak[0].isnan() and peak[1] == float("inf") and peak[2] == -float("inf")
+    assert peak[3] == logits[3].max()
+
+
+def test_timing_adds_up_by_function_and_ends(kernels: Kernels) -> None:
+    x, weight = randn(3, 32), randn(32)
+    with kernels.timing() as seconds:
+        kernels.rms_norm(x, weight, 1e-5)
+    assert set(seconds) == {"norm"} and seconds["norm"] > 0
+    before = dict(seconds)
+    kernels.rms_norm(x, weight, 1e-5)
+    assert seconds == before
 
 
 # ---- compiling

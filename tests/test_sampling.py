@@ -26,10 +26,28 @@ from transformers.generation.logits_process import (
 )
 
 from rollout import sampling
-from rollout.sampling import SamplingRow, draw, score
+from rollout.native import Kernels, load_kernels
+from rollout.sampling import SamplingRow, score
 from rollout.types import DrawnToken, NonFiniteLogits, SamplingParams
 
 KEY = (17, 3, 0)
+
+
+class Way:
+    """Every test of this file runs twice: on torch's operators and on the compiled kernels."""
+
+    kernels: Kernels | None = None
+
+
+@pytest.fixture(params=["torch", "native"], autouse=True, scope="module")
+def way(request: pytest.FixtureRequest) -> None:
+    Way.kernels = load_kernels() if request.param == "native" else None
+
+
+def draw(
+    logits: Tensor, rows: Sequence[SamplingRow], logit_rows: Sequence[int] | None = None
+) -> tuple[DrawnToken | Exception, ...]:
+    return sampling.draw(logits, rows, logit_rows, Way.kernels)
 
 
 def make_row(

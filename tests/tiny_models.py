@@ -45,8 +45,14 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 def tiny_llama(*, seed: int = 0, eos_token_id: int | None = None, **changes: Any) -> PreTrainedModel:
     """Grouped-query attention: 4 query heads on 2 key/value heads, untied head."""
-    settings = _common(eos_token_id, changes, tie_word_embeddings=False, head_dim=32)
+    settings = _common(eos_token_id, changes, tie_word_embeddings=False)
     return _build(LlamaForCausalLM, LlamaConfig(**settings), seed)
+
+
+def tiny_llama_wide(*, seed: int = 0, eos_token_id: int | None = None, **changes: Any) -> PreTrainedModel:
+    """Heads that the compiled kernels know, four of them on one key/value head."""
+    traits = {"head_dim": 32, "num_key_value_heads": 1}
+    return _build(LlamaForCausalLM, LlamaConfig(**_common(eos_token_id, changes, **traits)), seed)
 
 
 def tiny_llama_mha_tied(*, seed: int = 0, eos_token_id: int | None = None, **changes: Any) -> PreTrainedModel:
@@ -174,6 +180,7 @@ def tiny_gpt_oss(*, seed: int = 0, eos_token_id: int | None = None, **changes: A
 
 TINY_MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "llama": tiny_llama,
+    "llama_wide": tiny_llama_wide,
     "llama_mha_tied": tiny_llama_mha_tied,
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,

@@ -3,8 +3,9 @@
 import resource
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,15 @@ from tqdm.auto import tqdm
 
 from rollout.bench.peers import Peer
 from rollout.bench.workloads import Workload
+from rollout.native import chosen_kernels
 
+MICROSECONDS = 1e6
 WARM_UP_TOKENS = 4
 PROFILED_TOKENS = 16
 LINEARS = ("mkldnn::_linear_pointwise", "aten::addmm", "aten::mm", "aten::linear")
 ATTENTION = ("scaled_dot_product", "aten::index_select", "aten::index_copy_", "aten::bmm", "aten::_softmax")
+
+NATIVE_ATTENTION = ("attend", "store")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +74,22 @@ def measure(
 
 
 def forward_shares(peer: Peer, workload: Workload) -> dict[str, float]:
-    """Shares of the time inside torch's operators: linears, attention, other. One short run."""
+    """Shares of the time inside operators, torch's and compiled ones: linears, attention, other.
+
+    One short run. What Python itself takes between the operators is not in them.
+    """
     short = workload.shortened(PROFILED_TOKENS)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    kernels = chosen_kernels("auto", torch.device("cpu"))
+    with ExitStack() as stack:
+        native = {} if kernels is None else stack.enter_context(kernels.timing())
+        profiler = stack.enter_context(profile(activities=[ProfilerActivity.CPU]))
         peer.run(short)
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for event in profiler.key_averages():
-        seconds[_part(event.key)] += event.self_cpu_time_total
-    total = seconds.total()
+        seconds[_part(event.key)] += event.self_cpu_time_total / MICROSECONDS
+    for name, value in native.items():
+        seconds["attention" if name in NATIVE_ATTENTION else "other"] += value
+    total = sum(seconds.values())
     return {part: seconds[part] / total for part in ("linears", "attention", "other")}
 
 

@@ -5,7 +5,7 @@ peers compute no logprobs, the engine always does.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,7 +13,6 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from rollout.bench.workloads import Workload
-from rollout.config import EngineConfig
 from rollout.engine import RolloutEngine
 from rollout.types import RolloutMetrics, SamplingParams
 
@@ -27,6 +26,10 @@ FACTOR = 1.01  # changes the bits of nearly every weight, in bf16 too
 
 class Peer(Protocol):
     """Something that generates a workload."""
+
+    @property
+    def setting(self) -> str:
+        """What was chosen for it."""
 
     def run(self, workload: Workload) -> float:
         """Generate the workload; returns the seconds that generating took.
@@ -71,8 +74,9 @@ def timed_rollouts(workload: Workload, changes: WeightChanges, rollout: Callable
 class EnginePeer:
     """This engine, made once and kept. Each sample is a request of its own: lengths differ."""
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
-        self._engine = RolloutEngine(model, config=config)
+    def __init__(self, model: PreTrainedModel, settings: Mapping[str, Any] | None = None) -> None:
+        self._engine = RolloutEngine(model, config=dict(settings or {}))
+        self.setting = ", ".join(f"{k}={v}" for k, v in (settings or {}).items()) or "defaults"
         self._changes = WeightChanges(model)
         self._seed = 0
         self.metrics: list[RolloutMetrics] = []
@@ -112,6 +116,11 @@ class TransformersPeer:
         except BaseException:
             self.close()  # its thread would keep the process alive
             raise
+
+    @property
+    def setting(self) -> str:
+        """See :class:`Peer`."""
+        return f"page_size={self.page_size}"
 
     def _start(self, page_size: int) -> None:
         self.close()
@@ -165,6 +174,11 @@ class GeneratePeer:
         self.batch_size = 0
         sizes = [size for size in BATCH_SIZES if size < len(workload.requests)]
         self.batch_size = _best((*sizes, len(workload.requests)), self._use, self.run, workload)
+
+    @property
+    def setting(self) -> str:
+        """See :class:`Peer`."""
+        return f"batch_size={self.batch_size}"
 
     def _use(self, batch_size: int) -> None:
         self.batch_size = batch_size

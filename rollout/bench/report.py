@@ -14,7 +14,15 @@ from rollout.bench.peers import EnginePeer, GeneratePeer, Peer, TransformersPeer
 from rollout.bench.workloads import Workload, check_name, make_workload
 
 OURS = "rollout"
-PEERS = (OURS, "transformers", "generate")
+OTHERS = ("transformers", "generate")
+ENGINES: dict[str, dict[str, Any]] = {
+    OURS: {},
+    "rollout-torch": {"native_kernels": False},
+    "rollout-unpacked": {"pack_weights": False},
+}
+"""The engine's own ways, to see what its parts are worth."""
+PEERS = (*ENGINES, *OTHERS)
+DEFAULT_PEERS = (OURS, *OTHERS)
 
 
 def run_bench(
@@ -59,8 +67,8 @@ def run_bench(
 
 
 def _make(name: str, model: PreTrainedModel, workload: Workload) -> Peer:
-    if name == OURS:
-        return EnginePeer(model)
+    if name in ENGINES:
+        return EnginePeer(model, ENGINES[name])
     return TransformersPeer(model, workload) if name == "transformers" else GeneratePeer(model, workload)
 
 
@@ -78,6 +86,7 @@ def _record(
         "limit_tokens_per_second": limit,
         "gemm_gflops": rates.flops / 1e9,
         "memory_gb_per_second": rates.bytes_per_second / 1e9,
+        "settings": {name: peer.setting for name, peer in made.items()},
         "tokens_per_second": {result.peer: result.tokens_per_second for result in results},
         "median": {result.peer: result.median for result in results},
         "spread": {result.peer: result.spread for result in results},
@@ -101,7 +110,12 @@ def _tables(record: dict[str, Any]) -> list[Table]:
     for peer, rounds in record["tokens_per_second"].items():
         each = ", ".join(f"{speed:.1f}" for speed in rounds)
         ratio = record.get("ratio", {}).get(peer)
-        speeds.add_row(peer, f"{record['median'][peer]:.1f}", each, f"{ratio:.2f}" if ratio else "")
+        speeds.add_row(
+            f"{peer} ({record['settings'][peer]})",
+            f"{record['median'][peer]:.1f}",
+            each,
+            f"{ratio:.2f}" if ratio else "",
+        )
     limit = f"at most, by {record['gemm_gflops']:.0f} GFLOP/s and {record['memory_gb_per_second']:.1f} GB/s"
     speeds.add_row(limit, f"{record['limit_tokens_per_second']:.1f}", "", "")
     if "share_of_limit" not in record:

@@ -78,7 +78,8 @@ static void attend_heads(const AttentionCall& call, int64_t row, int64_t kv_head
     for (int64_t key = begin; key < end;) {
         const int64_t slot = key % S, some = std::min<int64_t>({LANES, S - slot, end - key});
         const T* at = keys + (table[key / S] * S + slot) * H;
-        vf products[Q][LANES] = {};
+        vf products[Q][LANES];
+        if (some < LANES) std::fill(&products[0][0], &products[Q - 1][LANES], vf{});
         for (int64_t j = 0; j < some; j++, at += H) {
             vf dot[Q] = {};
             for (int c = 0; c < C; c++) {

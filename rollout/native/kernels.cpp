@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "sampling.h"
 
 extern "C" {
 
@@ -49,5 +50,11 @@ void rollout_store(void* pages, int64_t head_stride, const void* x, int64_t stri
 
 int rollout_attend(int kind, const AttentionCall* call, int64_t head_dim) {
     return kind == 0 ? attend_rows<float>(*call, head_dim) : attend_rows<bf16>(*call, head_dim);
+}
+
+void rollout_spread(int kind, float* peak, float* mass, const void* x, int64_t stride,
+                    const float* temperature, int64_t rows, int64_t vocab, int64_t block) {
+    if (kind == 0) spread(peak, mass, (const float*)x, stride, temperature, rows, vocab, block);
+    else spread(peak, mass, (const bf16*)x, stride, temperature, rows, vocab, block);
 }
 }

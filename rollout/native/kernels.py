@@ -7,6 +7,11 @@ P pages, S slots of a page.
 import ctypes
 import functools
 import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,25 +57,34 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         i64, pointer, f32, int_ = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float, ctypes.c_int
-        self._norm = library.rollout_add_rms_norm
-        self._norm.argtypes = [int_, *[pointer] * 5, i64, i64, f32]
-        self._rotate = library.rollout_rotate
-        self._rotate.argtypes = [int_, pointer, pointer, i64, *[pointer] * 4, f32, *[i64] * 4]
-        self._silu_mul = library.rollout_silu_mul
-        self._silu_mul.argtypes = [int_, pointer, pointer, i64, i64]
-        self._store = library.rollout_store
-        self._store.argtypes = [pointer, i64, pointer, i64, pointer, i64, i64, i64]
-        self._attend = library.rollout_attend
-        self._attend.argtypes = [int_, ctypes.POINTER(AttentionCall), i64]
-        for function in (self._norm, self._rotate, self._silu_mul, self._store):
-            function.restype = None
+        self._functions = {
+            "norm": _typed(library.rollout_add_rms_norm, int_, *[pointer] * 5, i64, i64, f32),
+            "rotate": _typed(
+                library.rollout_rotate, int_, pointer, pointer, i64, *[pointer] * 4, f32, *[i64] * 4
+            ),
+            "silu_mul": _typed(library.rollout_silu_mul, int_, pointer, pointer, i64, i64),
+            "store": _typed(library.rollout_store, pointer, i64, pointer, i64, pointer, i64, i64, i64),
+            "attend": _typed(library.rollout_attend, int_, ctypes.POINTER(AttentionCall), i64),
+            "spread": _typed(library.rollout_spread, int_, *[pointer] * 3, i64, pointer, i64, i64, i64),
+        }
+
+    @contextmanager
+    def timing(self) -> Iterator[dict[str, float]]:
+        """Adds up the seconds inside each function while the block runs: no profiler sees them."""
+        seconds: dict[str, float] = defaultdict(float)
+        plain = self._functions
+        self._functions = {name: _timed(name, run, seconds) for name, run in plain.items()}
+        try:
+            yield seconds
+        finally:
+            self._functions = plain
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension of ``[..., D]``."""
         size = _last(x, weight)
         x, out = x.contiguous(), torch.empty_like(x)
         kind = _kind(x.dtype, x.dtype)
-        self._norm(
+        self._functions["norm"](
             kind, out.data_ptr(), None, x.data_ptr(), None, weight.data_ptr(), x.numel() // size, size, eps
         )
         return out
@@ -81,7 +95,7 @@ class Kernels:
         x, delta = x.contiguous(), delta.contiguous()
         assert x.shape == delta.shape
         out, total = torch.empty_like(x), torch.empty_like(x)
-        self._norm(
+        self._functions["norm"](
             _kind(x.dtype, delta.dtype),
             out.data_ptr(),
             total.data_ptr(),
@@ -123,7 +137,7 @@ class Kernels:
         assert norms is None or all(norm.dtype == x.dtype == cos.dtype for norm in norms)
         out = torch.empty((tokens, heads, size), dtype=x.dtype)
         query_norm, key_norm = (None, None) if norms is None else (norm.data_ptr() for norm in norms)
-        self._rotate(
+        self._functions["rotate"](
             _kind(cos.dtype, x.dtype),
             out.data_ptr(),
             x.data_ptr(),
@@ -145,7 +159,9 @@ class Kernels:
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         assert gate_up.is_contiguous() and gate_up.shape[1] == 2 * size and size % LANES == 0
         out = torch.empty((tokens, size), dtype=gate_up.dtype)
-        self._silu_mul(_kind(gate_up.dtype, gate_up.dtype), out.data_ptr(), gate_up.data_ptr(), tokens, size)
+        self._functions["silu_mul"](
+            _kind(gate_up.dtype, gate_up.dtype), out.data_ptr(), gate_up.data_ptr(), tokens, size
+        )
         return out
 
     def store(self, pages: Tensor, x: Tensor, slots: Tensor) -> None:
@@ -155,7 +171,7 @@ class Kernels:
         if x.stride(2) != 1 or x.stride(0) != size:
             x = x.transpose(0, 1).contiguous().transpose(0, 1)
         width = x.element_size()
-        self._store(
+        self._functions["store"](
             pages.data_ptr(),
             pages.stride(0) * width,
             x.data_ptr(),
@@ -214,9 +230,39 @@ class Kernels:
             scaling,
             softcap or 0.0,
         )
-        done = self._attend(_kind(query.dtype, query.dtype), ctypes.byref(call), size)
+        done = self._functions["attend"](_kind(query.dtype, query.dtype), ctypes.byref(call), size)
         assert done, f"no code for head dim {size}"
         return out
+
+    def spread(self, logits: Tensor, temperature: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """Highest logit of each row, and the mass of each block of tokens.
+
+        Args:
+            logits: [R, V] float32 or bfloat16, rows may lie apart.
+            temperature: [R] float32, above 0.
+            block: tokens per block, a multiple of 16.
+
+        Returns the peak [R] float32 (NaN where the row holds one) and the sums of
+        ``exp((logit - peak) / temperature)`` over blocks, [R, ceil(V / block)] float32.
+        """
+        rows, vocab = logits.shape
+        assert logits.stride(1) == 1 and block % LANES == 0
+        assert temperature.shape == (rows,) and temperature.dtype == torch.float32
+        temperature = temperature.contiguous()
+        peak = torch.empty(rows, dtype=torch.float32)
+        mass = torch.empty((rows, -(-vocab // block)), dtype=torch.float32)
+        self._functions["spread"](
+            _kind(logits.dtype, logits.dtype),
+            peak.data_ptr(),
+            mass.data_ptr(),
+            logits.data_ptr(),
+            logits.stride(0),
+            temperature.data_ptr(),
+            rows,
+            vocab,
+            block,
+        )
+        return peak, mass
 
 
 def chosen_kernels(mode: bool | str, device: torch.device) -> Kernels | None:
@@ -247,6 +293,24 @@ def load_kernels() -> Kernels:
         BuildError: they cannot be compiled.
     """
     return Kernels(load_library())
+
+
+def _typed(function: Any, *argtypes: Any) -> Callable[..., Any]:
+    """The C function with its types told; those that return nothing return an int nobody reads."""
+    function.argtypes = argtypes
+    typed: Callable[..., Any] = function
+    return typed
+
+
+def _timed(name: str, run: Callable[..., Any], seconds: dict[str, float]) -> Callable[..., Any]:
+    def timed(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return run(*arguments)
+        finally:
+            seconds[name] += time.perf_counter() - started
+
+    return timed
 
 
 def _last(x: Tensor, weight: Tensor) -> int:

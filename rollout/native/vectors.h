@@ -44,6 +44,13 @@ inline void store(bf16* p, vf v) {
     std::memcpy(p, &half, sizeof half);
 }
 
+inline void store_one(float* p, float x) { *p = x; }
+inline void store_one(bf16* p, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    p->bits = uint16_t(bits >> 16);  // only used for numbers that bf16 holds exactly
+}
+
 // What the number becomes when it is kept in memory as T: eager torch rounds after every operator.
 template <class T>
 inline vf rounded(vf v) {
@@ -57,15 +64,16 @@ inline vf rounded<float>(vf v) {
 }
 
 inline float sum(vf v) {
-    float total = 0;
+    double total = 0;  // one lane may hold far more than the others
     for (int i = 0; i < LANES; i++) total += v[i];
-    return total;
+    return float(total);
 }
 
 // exp by Cody and Waite's reduction and the polynomial of Cephes' expf; relative error below 2e-7.
-// Results below the smallest normal number become that number.
+// Results below the smallest normal number become 0, results above the largest one stay at 2.4e38.
 inline vf exp(vf x) {
-    x = x < -87.33654f ? splat(-87.33654f) : x;  // comparisons let a NaN pass
+    const vi is_tiny = x < -87.33654f;  // comparisons let a NaN pass
+    x = is_tiny ? splat(0.0f) : x;
     x = x > 88.37626f ? splat(88.37626f) : x;
     vf shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2**23: the sum is rounded to an integer
     vf n = shifted - 12582912.0f;
@@ -82,5 +90,5 @@ inline vf exp(vf x) {
     vi scale = (exponent - 0x4b400000 + 127) << 23;
     vf power;
     std::memcpy(&power, &scale, sizeof power);
-    return p * power;
+    return is_tiny ? splat(0.0f) : p * power;
 }
