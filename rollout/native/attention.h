@@ -25,7 +25,9 @@ struct AttentionCall {
 
 // Sixteen vectors to the vector of their sixteen sums, in four rounds of adding neighbours.
 static inline vf sum_each(vf* v) {
+#pragma GCC unroll 4
     for (int count = 8; count > 0; count /= 2)
+#pragma GCC unroll 8
         for (int i = 0; i < count; i++) {
             vf x = v[2 * i], y = v[2 * i + 1];
             v[i] = __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
@@ -39,21 +41,23 @@ static inline void softmax(float* scores, int64_t count, float softcap, const fl
     const int64_t end = (count + LANES - 1) / LANES * LANES;
     if (softcap > 0)
         for (int64_t i = 0; i < count; i++) scores[i] = softcap * std::tanh(scores[i] / softcap);
-    float peak = sink ? *sink : -INFINITY;
-    for (int64_t i = 0; i < count; i++) peak = std::max(peak, scores[i]);  // a NaN stays in its score
-    vf total = {};
+    std::fill(scores + count, scores + end, -INFINITY);
+    vf most = splat(sink ? *sink : -INFINITY), total = {};
+    for (int64_t i = 0; i < end; i += LANES) most = max(most, load(scores + i));  // a NaN stays where it is
+    const float peak = highest(most);
     for (int64_t i = 0; i < end; i += LANES) {
-        if (i + LANES > count) std::fill(scores + count, scores + end, -INFINITY);
-        vf weight = exp(load(scores + i) - peak);
+        const vf weight = exp(load(scores + i) - peak);  // exactly 0 behind the last score
         store(scores + i, weight);
-        if (i + LANES > count) {
-            std::fill(scores + count, scores + end, 0.0f);
-            weight = load(scores + i);
-        }
         total += weight;
     }
     const float mass = sum(total) + (sink ? std::exp(*sink - peak) : 0.0f);
     for (int64_t i = 0; i < end; i += LANES) store(scores + i, load(scores + i) / mass);
+}
+
+// Starts to fetch `bytes` of memory. A page's keys and values lie wherever the pool had room, which no
+// hardware prefetcher guesses: without this a step waits for memory three quarters of the time.
+static inline void fetch(const void* at, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(at) + i);
 }
 
 // One row, one kv head, Q of its query heads; C = H / LANES.
@@ -65,6 +69,7 @@ static void attend_heads(const AttentionCall& call, int64_t row, int64_t kv_head
     const int64_t begin = call.seen[2 * row], end = call.seen[2 * row + 1], count = end - begin;
     const int64_t room = (count + 2 * LANES) / LANES * LANES;
     const int64_t* table = call.pages + row * call.width;
+    const int64_t* next_table = row + 1 < call.rows ? table + call.width : table;  // of the next item
     const T* keys = static_cast<const T*>(call.keys) + kv_head * call.head_stride;
     const T* values = static_cast<const T*>(call.values) + kv_head * call.head_stride;
     const T* query = static_cast<const T*>(call.query) + row * call.query_stride + head * H;
@@ -73,19 +78,22 @@ static void attend_heads(const AttentionCall& call, int64_t row, int64_t kv_head
     float* scores = scratch.data();
 
     vf q[Q][C];
-    for (int g = 0; g < Q; g++)
-        for (int c = 0; c < C; c++) q[g][c] = load(query + g * H + c * LANES) * call.scaling;
+    for (int g = 0; g < Q; g++) {
+        load_head(q[g], query + g * H);
+        for (int c = 0; c < C; c++) q[g][c] *= call.scaling;
+    }
     for (int64_t key = begin; key < end;) {
         const int64_t slot = key % S, some = std::min<int64_t>({LANES, S - slot, end - key});
-        const T* at = keys + (table[key / S] * S + slot) * H;
+        const int64_t offset = (table[key / S] * S + slot) * H;
+        const T* at = keys + offset;
+        fetch(values + offset, some * H * sizeof(T));
         vf products[Q][LANES];
         if (some < LANES) std::fill(&products[0][0], &products[Q - 1][LANES], vf{});
         for (int64_t j = 0; j < some; j++, at += H) {
-            vf dot[Q] = {};
-            for (int c = 0; c < C; c++) {
-                const vf k = load(at + c * LANES);
-                for (int g = 0; g < Q; g++) dot[g] += q[g][c] * k;
-            }
+            vf k[C], dot[Q] = {};
+            load_head(k, at);
+            for (int c = 0; c < C; c++)
+                for (int g = 0; g < Q; g++) dot[g] += q[g][c] * k[c];
             for (int g = 0; g < Q; g++) products[g][j] = dot[g];
         }
         for (int g = 0; g < Q; g++) store(scores + g * room + key - begin, sum_each(products[g]));
@@ -98,25 +106,26 @@ static void attend_heads(const AttentionCall& call, int64_t row, int64_t kv_head
     for (int64_t key = begin; key < end;) {
         const int64_t slot = key % S, some = std::min<int64_t>(S - slot, end - key);
         const T* at = values + (table[key / S] * S + slot) * H;
-        for (int64_t j = 0; j < some; j++, key++, at += H) {
-            for (int c = 0; c < C; c++) {
-                const vf v = load(at + c * LANES);
-                for (int g = 0; g < Q; g++) sums[g][c] += v * scores[g * room + key - begin];
-            }
+        const T* soon = keys + (next_table[key / S] * S + slot) * H;
+        for (int64_t j = 0; j < some; j++, key++, at += H, soon += H) {
+            fetch(soon, H * sizeof(T));
+            vf v[C];
+            load_head(v, at);
+            for (int c = 0; c < C; c++)
+                for (int g = 0; g < Q; g++) sums[g][c] += v[c] * scores[g * room + key - begin];
         }
     }
-    for (int g = 0; g < Q; g++)
-        for (int c = 0; c < C; c++) store(out + g * H + c * LANES, sums[g][c]);
+    for (int g = 0; g < Q; g++) store_head(out + g * H, sums[g]);
 }
 
 template <class T, int C>
 static void attend(const AttentionCall& call) {
     // neighbours in a row's order often share their prompt's pages, so a head's rows come together
-    const int64_t items = call.rows * call.kv_heads;
+    const int64_t items = call.rows * call.kv_heads, chunk = std::max<int64_t>(1, items / 32);
 #pragma omp parallel if (items > 2)
     {
         std::vector<float> scratch;
-#pragma omp for schedule(dynamic, 2)
+#pragma omp for schedule(dynamic, chunk)
         for (int64_t i = 0; i < items; i++) {
             const int64_t row = i % call.rows, kv_head = i / call.rows;
             int64_t done = 0;

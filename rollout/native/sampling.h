@@ -27,16 +27,12 @@ static void spread(float* peak, float* mass, const T* x, int64_t stride, const f
         vi has_nan = {};
         for (int64_t i = 0; i < vocab; i += LANES) {
             const vf v = read(from, i);
-            most = v > most ? v : most;
+            most = max(most, v);
             has_nan |= v != v;
         }
-        float top = -INFINITY;
         bool is_nan = false;
-        for (int i = 0; i < LANES; i++) {
-            top = std::max(top, most[i]);
-            is_nan |= has_nan[i] != 0;
-        }
-        if (is_nan) top = NAN;
+        for (int i = 0; i < LANES; i++) is_nan |= has_nan[i] != 0;
+        const float top = is_nan ? NAN : highest(most);
         peak[r] = top;
         const float heat = temperature[r];
         for (int64_t b = 0; b < blocks; b++) {

@@ -24,24 +24,61 @@ inline vf load(const float* p) {
     return v;
 }
 
+inline vf as_floats(vu bits) {
+    vf v;
+    std::memcpy(&v, &bits, sizeof v);
+    return v;
+}
+
 inline vf load(const bf16* p) {
     vh half;
     std::memcpy(&half, p, sizeof half);
-    vu wide = __builtin_convertvector(half, vu) << 16;
-    vf v;
-    std::memcpy(&v, &wide, sizeof v);
-    return v;
+    return as_floats(__builtin_convertvector(half, vu) << 16);
 }
 
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 
-// Round to nearest, ties to even, as torch does; a NaN stays one.
-inline void store(bf16* p, vf v) {
+// The bits of bf16: round to nearest, ties to even, as torch does; a NaN stays one.
+inline vu upper_halves(vf v) {
     vu bits;
     std::memcpy(&bits, &v, sizeof bits);
-    vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    vh half = __builtin_convertvector(v == v ? rounded : vu{} + 0x7fc0u, vh);
+    const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return v == v ? rounded : vu{} + 0x7fc0u;
+}
+
+inline void store(bf16* p, vf v) {
+    vh half = __builtin_convertvector(upper_halves(v), vh);
     std::memcpy(p, &half, sizeof half);
+}
+
+// C vectors of one head, in an order of the compiler's own: two bf16 vectors at once come as the even
+// numbers and the odd ones, which takes two operations instead of ten. Sums over a head do not mind;
+// store_head puts everything back in its place.
+template <int C>
+inline void load_head(vf (&v)[C], const float* p) {
+    for (int c = 0; c < C; c++) v[c] = load(p + c * LANES);
+}
+template <int C>
+inline void load_head(vf (&v)[C], const bf16* p) {
+    for (int c = 0; c + 1 < C; c += 2) {
+        vu both;
+        std::memcpy(&both, p + c * LANES, sizeof both);
+        v[c] = as_floats(both << 16);
+        v[c + 1] = as_floats(both & 0xffff0000u);
+    }
+    if (C % 2) v[C - 1] = load(p + (C - 1) * LANES);
+}
+template <int C>
+inline void store_head(float* p, const vf (&v)[C]) {
+    for (int c = 0; c < C; c++) store(p + c * LANES, v[c]);
+}
+template <int C>
+inline void store_head(bf16* p, const vf (&v)[C]) {
+    for (int c = 0; c + 1 < C; c += 2) {
+        const vu both = upper_halves(v[c]) | upper_halves(v[c + 1]) << 16;
+        std::memcpy(p + c * LANES, &both, sizeof both);
+    }
+    if (C % 2) store(p + (C - 1) * LANES, v[C - 1]);
 }
 
 inline void store_one(float* p, float x) { *p = x; }
@@ -53,20 +90,29 @@ inline void store_one(bf16* p, float x) {
 
 // What the number becomes when it is kept in memory as T: eager torch rounds after every operator.
 template <class T>
-inline vf rounded(vf v) {
-    T kept[LANES];
-    store(kept, v);
-    return load(kept);
-}
+inline vf rounded(vf v);
 template <>
 inline vf rounded<float>(vf v) {
     return v;
+}
+template <>
+inline vf rounded<bf16>(vf v) {
+    return as_floats(upper_halves(v) << 16);
 }
 
 inline float sum(vf v) {
     double total = 0;  // one lane may hold far more than the others
     for (int i = 0; i < LANES; i++) total += v[i];
     return float(total);
+}
+
+// A NaN in the second is passed over.
+inline vf max(vf a, vf b) { return b > a ? b : a; }
+
+inline float highest(vf v) {
+    float top = v[0];
+    for (int i = 1; i < LANES; i++) top = v[i] > top ? v[i] : top;
+    return top;
 }
 
 // exp by Cody and Waite's reduction and the polynomial of Cephes' expf; relative error below 2e-7.
