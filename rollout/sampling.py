@@ -26,6 +26,8 @@ BLOCK = 256
 """Tokens per block of the two-level draw: few enough blocks to accumulate in float64 for free."""
 STAGES = (64, 1024, 8192)
 """Candidates tried for a truncated row before all V are sorted: a sort costs some 20 times topk(64)."""
+CANDIDATE_WIDTHS = (128, 1024, 8192)
+"""Most candidates of the rows that are worked on together, where the compiled kernels find them."""
 FOLD = 8
 """Tokens per group when candidates are sought: the best K tokens lie in the K best groups."""
 HOST_CHUNK = 2**21
@@ -62,7 +64,11 @@ class Spread(NamedTuple):
     """How the mass exp((score - peak) / temperature) of each row lies over the blocks."""
 
     peak: Tensor  # [C, 1] float32, the highest score
+    mass: Tensor  # [C, B] float32, of each block
     cumulative: Tensor  # [C, B] float64, up to and including each block
+
+    def at(self, where: Tensor) -> "Spread":
+        return Spread(*(each[where] for each in self))
 
     @property
     def total(self) -> Tensor:
@@ -191,7 +197,7 @@ def _draw_chunk(
     """
     heated = any(row.params.temperature not in (0, 1) for row in rows)
     mode = _mode(rows[0], raw.shape[1])
-    if rows[0].is_processed or mode is Mode.TRUNCATED:
+    if rows[0].is_processed:
         raw = raw.float()
     scores, policy = raw, spread_of(raw, knobs, heated)
     spread = policy
@@ -205,7 +211,7 @@ def _draw_chunk(
     elif mode is Mode.PLAIN:
         token = _pick_plain(scores, spread, knobs)
     else:
-        token, log_kept = _pick_truncated(scores, spread, knobs)
+        token, log_kept = _pick_truncated(scores, spread, knobs, spread_of.kernels)
     logprob = _logprob(scores, token, spread, knobs)
     if mode is Mode.GREEDY:
         log_kept = logprob
@@ -219,7 +225,7 @@ class Spreader:
     """Finds the :class:`Spread` of chunks, in compiled code or with torch's operators."""
 
     def __init__(self, kernels: Kernels | None, logits: Tensor, max_rows: int) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self._scratch = torch.empty(0)
         if kernels is None:  # kept for all chunks to spare page faults
             width = math.ceil(logits.shape[1] / BLOCK) * BLOCK
@@ -231,11 +237,11 @@ class Spreader:
         ``heated`` False says that every temperature is 1 and saves a pass; dividing by 1 changes no
         bit, so a row's numbers do not depend on it.
         """
-        if scores.dtype not in SPREAD_DTYPES or self._kernels is None:
+        if scores.dtype not in SPREAD_DTYPES or self.kernels is None:
             scores = scores.float()
-        if self._kernels is not None:
-            peak, mass = self._kernels.spread(scores, knobs.temperature[:, 0], BLOCK)
-            return Spread(peak[:, None], mass.double().cumsum(dim=-1))
+        if self.kernels is not None:
+            peak, mass = self.kernels.spread(scores, knobs.temperature[:, 0], BLOCK)
+            return Spread(peak[:, None], mass, mass.double().cumsum(dim=-1))
         vocab, weights = scores.shape[1], self._scratch[: len(scores)]
         peak = scores.amax(dim=-1, keepdim=True)
         torch.sub(scores, peak, out=weights[:, :vocab])
@@ -243,7 +249,8 @@ class Spreader:
         if heated:
             weights.div_(knobs.temperature)
         weights.exp_()
-        return Spread(peak, weights.view(len(weights), -1, BLOCK).sum(dim=-1).double().cumsum(dim=-1))
+        mass = weights.view(len(weights), -1, BLOCK).sum(dim=-1)
+        return Spread(peak, mass, mass.double().cumsum(dim=-1))
 
 
 def _logprob(scores: Tensor, token: Tensor, spread: Spread, knobs: Knobs) -> Tensor:
@@ -279,28 +286,67 @@ def _pick_plain(scores: Tensor, spread: Spread, knobs: Knobs) -> Tensor:
     return (block * BLOCK + offset).clamp(max=last)[:, 0]
 
 
-def _pick_truncated(scores: Tensor, spread: Spread, knobs: Knobs) -> tuple[Tensor, Tensor]:
+def _pick_truncated(
+    scores: Tensor, spread: Spread, knobs: Knobs, kernels: Kernels | None
+) -> tuple[Tensor, Tensor]:
     """Draw after top-k, top-p and min-p: tokens [C] int64 and log of the kept mass [C] float64.
 
-    Each stage looks at more candidates; a row ends at the first one that proves its kept set.
+    The compiled kernels, where there are any, find the candidates of rows with top-k or top-p. The
+    others go through stages, each with more candidates, and end at the first that proves their kept set.
     """
     num_rows, vocab = scores.shape
     token = torch.zeros(num_rows, dtype=torch.int64, device=scores.device)
     log_kept = torch.zeros_like(knobs.uniform)
     todo = torch.arange(num_rows, device=scores.device)
+    if scores.dtype not in SPREAD_DTYPES:
+        scores = scores.float()
+    if kernels is not None:
+        ids, counts = _found_candidates(scores, spread, knobs, kernels)
+        low = 0
+        for width in CANDIDATE_WIDTHS:  # rows of about equal width together
+            rows = todo[(counts > low) & (counts <= width)]
+            low = width
+            if len(rows) == 0:
+                continue
+            is_candidate = torch.arange(width) < counts[rows, None]
+            some = ids[rows, :width].where(is_candidate, 0)
+            values = scores[rows[:, None], some].float().where(is_candidate, -math.inf)
+            part = spread.at(rows), knobs.at(rows), counts[rows] == vocab
+            token[rows], log_kept[rows], _ = _pick_among(values, some, *part, vocab)
+        todo = todo[counts <= 0]
+        if len(todo) == 0:
+            return token, log_kept
+    scores = scores.float()
     for width in (*(stage for stage in STAGES if stage < vocab), vocab):
         if bool(((knobs.top_k[todo] >= width) & (knobs.top_k[todo] < vocab)).all()):
             continue  # none of them can be proven by so few
         rest = scores if len(todo) == num_rows else scores[todo]
         ids = _candidates(rest, width)
-        part = Spread(spread.peak[todo], spread.cumulative[todo])
-        drawn, kept, is_settled = _pick_among(rest, ids, part, knobs.at(todo))
+        part = spread.at(todo), knobs.at(todo), torch.full_like(todo, width == vocab, dtype=torch.bool)
+        drawn, kept, is_settled = _pick_among(rest.gather(1, ids), ids, *part, vocab)
         done = todo[is_settled]
         token[done], log_kept[done] = drawn[is_settled], kept[is_settled]
         todo = todo[~is_settled]
         if len(todo) == 0:
             break
     return token, log_kept
+
+
+def _found_candidates(
+    scores: Tensor, spread: Spread, knobs: Knobs, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
+    """See ``Kernels.candidates``; a row that it cannot serve (min-p alone, say) has the count -1."""
+    is_limited = knobs.top_k[:, 0] < scores.shape[1]
+    return kernels.candidates(
+        scores,
+        spread.peak[:, 0],
+        spread.mass,
+        knobs.temperature[:, 0],
+        knobs.top_k[:, 0].where(is_limited, 0),
+        knobs.top_p[:, 0],
+        BLOCK,
+        CANDIDATE_WIDTHS[-1],
+    )
 
 
 def _candidates(scores: Tensor, width: int) -> Tensor:
@@ -334,31 +380,32 @@ def _highest(scores: Tensor, width: int) -> Tensor:
     return ids.gather(1, scores.gather(1, ids).topk(width, sorted=False).indices)
 
 
-def _pick_among(scores: Tensor, ids: Tensor, spread: Spread, knobs: Knobs) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw from candidates ``ids`` [C, K] in descending order.
+def _pick_among(
+    values: Tensor, ids: Tensor, spread: Spread, knobs: Knobs, is_complete: Tensor, vocab: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw from candidates ``ids`` [C, K], whose scores ``values`` [C, K] float32 fall.
 
-    Returns the token, the log of the kept mass and whether it is proven, each [C]. It is when the
-    candidates reach strictly below the lowest kept score (under top-k below the k-th, whose ties
-    all count towards top-p), so that nothing outside can belong to the kept set.
+    ``is_complete`` [C] says whether they are the whole vocabulary. Returns the token, the log of the
+    kept mass and whether it is proven, each [C]. It is when the candidates reach strictly below the
+    lowest kept score (under top-k below the k-th, whose ties all count towards top-p), so that nothing
+    outside can belong to the kept set.
     """
-    vocab, num_candidates = scores.shape[1], ids.shape[1]
-    values = scores.gather(1, ids)
+    num_candidates = ids.shape[1]
     scaled = values / knobs.temperature  # ties are those after division, as in transformers
     weights = ((values - spread.peak) / knobs.temperature).exp().double()
     kth = scaled.gather(1, knobs.top_k.clamp(max=num_candidates) - 1)
     limited = knobs.top_k < vocab
     in_top_k = (scaled >= kth) | ~limited
     mass = (weights * in_top_k).sum(dim=-1, keepdim=True)
-    if num_candidates < vocab:
-        mass = torch.where(limited, mass, spread.total)
+    mass = torch.where(limited | is_complete[:, None], mass, spread.total)
     before = weights.cumsum(dim=-1) - weights
     possible = values > -math.inf
     keep = possible & in_top_k & (before < knobs.top_p * mass) & (weights >= knobs.min_p)
     lowest = torch.where(limited, kth, scaled.where(keep, math.inf).amin(dim=-1, keepdim=True))
-    is_proven = (lowest > scaled[:, -1:])[:, 0] | (num_candidates == vocab)
+    is_proven = (lowest > scaled[:, -1:])[:, 0] | is_complete
     cumulative = (weights * keep).cumsum(dim=-1)
     token = ids.gather(1, _invert(cumulative, knobs.uniform[:, None] * cumulative[:, -1:]))
-    is_cut = (possible & ~keep).any(dim=-1)
+    is_cut = (possible & ~keep).any(dim=-1) | ~is_complete
     log_kept = (cumulative[:, -1] / spread.total[:, 0]).log().clamp(max=0.0).where(is_cut, 0.0)
     return token[:, 0], log_kept, is_proven
 

@@ -97,12 +97,22 @@ def test_rates_are_of_this_machine() -> None:
 
 
 class FakePeer:
-    """Takes a second per call and notes who was called with what."""
+    """Takes a second more with every call and notes who was called with what."""
+
+    setting = "fake"
 
     def __init__(self, name: str, calls: list[tuple[str, int]]) -> None:
         self.name, self.calls = name, calls
+        self.is_awake = False
+
+    def wake(self) -> None:
+        self.is_awake = True
+
+    def rest(self) -> None:
+        self.is_awake = False
 
     def run(self, workload: Workload) -> float:
+        assert self.is_awake
         self.calls.append((self.name, workload.num_tokens))
         return float(len(self.calls))
 
@@ -114,7 +124,8 @@ def test_rounds_are_interleaved_after_a_short_warm_up() -> None:
     calls: list[tuple[str, int]] = []
     load = workload([[1, 2]], [[60]])
     makers = {name: lambda name=name: FakePeer(name, calls) for name in ("a", "b")}
-    results, _ = measure(makers, load, rounds=2)
+    results, made = measure(makers, load, rounds=2)
+    assert not any(peer.is_awake for peer in made.values())
     assert calls == [("a", 4), ("b", 4), ("a", 60), ("b", 60), ("a", 60), ("b", 60)]
     first, second = results
     assert first.tokens_per_second == (60 / 3, 60 / 5) and second.tokens_per_second == (60 / 4, 60 / 6)
@@ -161,7 +172,9 @@ def test_every_peer_generates_a_mixed_workload(make: type) -> None:
     model = tiny_model()
     peer = make(model) if make is EnginePeer else make(model, mixed)
     try:
+        peer.wake()
         assert peer.run(mixed) > 0
+        peer.rest()
     finally:
         peer.close()
     assert model.config._attn_implementation == tiny_model().config._attn_implementation

@@ -219,6 +219,59 @@ def test_spread_shows_what_is_not_finite(kernels: Kernels, dtype: torch.dtype) -
     assert peak[3] == logits[3].max()
 
 
+@settings(max_examples=80)
+@given(
+    data=st.data(),
+    vocab=st.integers(1, 700),
+    dtype=st.sampled_from(DTYPES),
+    step=st.sampled_from([0.0, 0.5]),
+    scale=st.sampled_from([0.1, 2.0, 30.0]),
+)
+def test_candidates_hold_all_that_is_kept(
+    kernels: Kernels, data: st.DataObject, vocab: int, dtype: torch.dtype, step: float, scale: float
+) -> None:
+    rows, most = 4, 96
+    logits = randn(rows, vocab, dtype=dtype, seed=data.draw(st.integers(0, 999))) * scale
+    if step:
+        logits = (logits / step).round() * step  # many equal ones
+    heat = torch.tensor(data.draw(st.lists(st.sampled_from([1.0, 0.7, 3.0]), min_size=rows, max_size=rows)))
+    top_k = torch.tensor(data.draw(st.lists(st.integers(0, 60), min_size=rows, max_size=rows)))
+    top_p = torch.tensor(
+        data.draw(st.lists(st.sampled_from([0.1, 0.9, 0.999]), min_size=rows, max_size=rows)),
+        dtype=torch.float64,
+    )
+    peak, mass = kernels.spread(logits, heat, 64)
+    ids, counts = kernels.candidates(logits, peak, mass, heat, top_k, top_p, 64, most)
+    for row in range(rows):
+        scaled = (logits[row].float() / heat[row]).double()
+        ranked = sorted(range(vocab), key=lambda i: (-float(logits[row, i]), i))
+        if top_k[row]:
+            kth = scaled[ranked[min(int(top_k[row]), vocab) - 1]]
+            kept = {i for i in range(vocab) if scaled[i] >= kth}
+        else:
+            probabilities = torch.softmax(scaled, dim=-1)
+            before, kept = 0.0, set()
+            for i in ranked:
+                if before < top_p[row]:
+                    kept.add(i)
+                before += float(probabilities[i])
+        count = int(counts[row])
+        if count == -1:  # given up: too many, or flat all the way down
+            continue
+        assert ids[row, :count].tolist() == ranked[:count]
+        assert kept <= set(ranked[:count])
+
+
+def test_candidates_are_found_for_what_models_say(kernels: Kernels) -> None:
+    """Giving up is allowed, so it must be shown that it is rare: here 40 tokens share the mass."""
+    logits = randn(8, 50_000)
+    logits[:, 1000:1040] += 12
+    peak, mass = kernels.spread(logits, torch.ones(8), 256)
+    top_k, top_p = torch.tensor([0, 0, 0, 0, 1, 10, 50, 200]), torch.full((8,), 0.9, dtype=torch.float64)
+    _, counts = kernels.candidates(logits, peak, mass, torch.ones(8), top_k, top_p, 256, 1024)
+    assert (counts > 0).all() and (counts[:6] <= 80).all() and counts[7] >= 200
+
+
 def test_timing_adds_up_by_function_and_ends(kernels: Kernels) -> None:
     x, weight = randn(3, 32), randn(32)
     with kernels.timing() as seconds:

@@ -13,12 +13,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from tqdm.auto import tqdm
 
-from rollout.bench.peers import Peer
+from rollout.bench.peers import WARM_UP_TOKENS, Peer
 from rollout.bench.workloads import Workload
 from rollout.native import chosen_kernels
 
 MICROSECONDS = 1e6
-WARM_UP_TOKENS = 4
 PROFILED_TOKENS = 16
 LINEARS = ("mkldnn::_linear_pointwise", "aten::addmm", "aten::mm", "aten::linear")
 ATTENTION = ("scaled_dot_product", "aten::index_select", "aten::index_copy_", "aten::bmm", "aten::_softmax")
@@ -58,12 +57,12 @@ def measure(
             for name, make in peers.items():
                 bar.set_postfix_str(f"{name}: choosing and warming up")
                 made[name] = make()
-                made[name].run(workload.shortened(WARM_UP_TOKENS))
+                _run(made[name], workload.shortened(WARM_UP_TOKENS))
                 bar.update()
             for _ in range(rounds):
                 for name, peer in made.items():
                     bar.set_postfix_str(name)
-                    speeds[name].append(workload.num_tokens / peer.run(workload))
+                    speeds[name].append(workload.num_tokens / _run(peer, workload))
                     bar.update()
         except BaseException:
             for peer in made.values():
@@ -71,6 +70,14 @@ def measure(
             raise
     results = [Measurement(peer=name, tokens_per_second=tuple(each)) for name, each in speeds.items()]
     return results, made
+
+
+def _run(peer: Peer, workload: Workload) -> float:
+    peer.wake()
+    try:
+        return peer.run(workload)
+    finally:
+        peer.rest()
 
 
 def forward_shares(peer: Peer, workload: Workload) -> dict[str, float]:

@@ -16,6 +16,7 @@ from rollout.bench.workloads import Workload
 from rollout.engine import RolloutEngine
 from rollout.types import RolloutMetrics, SamplingParams
 
+WARM_UP_TOKENS = 4
 CHOOSING_TOKENS = 8
 """Length of the requests on which a peer's setting is chosen."""
 PAGE_SIZES = (32, 256)
@@ -31,12 +32,20 @@ class Peer(Protocol):
     def setting(self) -> str:
         """What was chosen for it."""
 
+    def wake(self) -> None:
+        """Get ready to run, outside of what is timed."""
+
     def run(self, workload: Workload) -> float:
         """Generate the workload; returns the seconds that generating took.
 
         Raises:
             RuntimeError: it generated something else than was asked.
         """
+
+    def rest(self) -> None:
+        """Leave the machine to the others. A thread that merely exists is in their way: with more
+        threads than cores OpenMP puts idle workers to sleep at once, and waking them costs every
+        operator of every peer some 20 us (measured: a step of 2 rows takes twice as long)."""
 
     def close(self) -> None:
         """Give back what was taken."""
@@ -82,6 +91,12 @@ class EnginePeer:
         self.metrics: list[RolloutMetrics] = []
         """Of the rollouts of the last run."""
 
+    def wake(self) -> None:
+        """See :class:`Peer`."""
+
+    def rest(self) -> None:
+        """See :class:`Peer`."""
+
     def run(self, workload: Workload) -> float:
         """See :class:`Peer`."""
         self.metrics = []
@@ -100,7 +115,7 @@ class EnginePeer:
 
 
 class TransformersPeer:
-    """transformers' continuous batching with a manager that is kept between the rounds."""
+    """transformers' continuous batching; its manager is kept over the rollouts of a round."""
 
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
         self._model, self._changes = model, WeightChanges(model)
@@ -110,17 +125,25 @@ class TransformersPeer:
         self._own = {name for name in NEUTRAL if len({kind[name] for kind in kinds}) > 1}
         self._common = NEUTRAL | {k: v for kind in kinds for k, v in kind.items() if v != NEUTRAL[k]}
         self._manager: Any = None
+        self._short = workload.shortened(WARM_UP_TOKENS)
         try:
             self.page_size = _best(PAGE_SIZES, self._start, self.run, workload)
-            self._start(self.page_size)
-        except BaseException:
+        finally:
             self.close()  # its thread would keep the process alive
-            raise
 
     @property
     def setting(self) -> str:
         """See :class:`Peer`."""
         return f"page_size={self.page_size}"
+
+    def wake(self) -> None:
+        """See :class:`Peer`."""
+        self._start(self.page_size)
+        self.run(self._short)  # makes its cache
+
+    def rest(self) -> None:
+        """See :class:`Peer`."""
+        self.close()
 
     def _start(self, page_size: int) -> None:
         self.close()
@@ -160,6 +183,7 @@ class TransformersPeer:
         """Stop the manager's thread and put the model's attention back."""
         if self._manager is not None:
             self._manager.stop(block=True)
+            self._manager = None
             self._model.config._attn_implementation = self._attention
 
 
@@ -179,6 +203,12 @@ class GeneratePeer:
     def setting(self) -> str:
         """See :class:`Peer`."""
         return f"batch_size={self.batch_size}"
+
+    def wake(self) -> None:
+        """See :class:`Peer`."""
+
+    def rest(self) -> None:
+        """See :class:`Peer`."""
 
     def _use(self, batch_size: int) -> None:
         self.batch_size = batch_size

@@ -57,4 +57,16 @@ void rollout_spread(int kind, float* peak, float* mass, const void* x, int64_t s
     if (kind == 0) spread(peak, mass, (const float*)x, stride, temperature, rows, vocab, block);
     else spread(peak, mass, (const bf16*)x, stride, temperature, rows, vocab, block);
 }
+
+void rollout_candidates(int kind, int64_t* ids, int64_t* counts, const void* x, int64_t stride,
+                        const float* mass, const float* peak, const float* temperature, const double* total,
+                        const int64_t* top_k, const double* top_p, int64_t rows, int64_t vocab, int64_t block,
+                        int64_t most) {
+    auto run = [&](auto* typed) {
+        candidates(ids, counts, typed, stride, mass, peak, temperature, total, top_k, top_p, rows, vocab,
+                   block, most);
+    };
+    if (kind == 0) run((const float*)x);
+    else run((const bf16*)x);
+}
 }

@@ -66,6 +66,9 @@ class Kernels:
             "store": _typed(library.rollout_store, pointer, i64, pointer, i64, pointer, i64, i64, i64),
             "attend": _typed(library.rollout_attend, int_, ctypes.POINTER(AttentionCall), i64),
             "spread": _typed(library.rollout_spread, int_, *[pointer] * 3, i64, pointer, i64, i64, i64),
+            "candidates": _typed(
+                library.rollout_candidates, int_, *[pointer] * 3, i64, *[pointer] * 6, *[i64] * 4
+            ),
         }
 
     @contextmanager
@@ -263,6 +266,58 @@ class Kernels:
             block,
         )
         return peak, mass
+
+    def candidates(
+        self,
+        logits: Tensor,
+        peak: Tensor,
+        mass: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        block: int,
+        most: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens among which are all that a truncated draw may pick, the most likely first.
+
+        Args:
+            logits: [R, V] float32 or bfloat16, rows may lie apart.
+            peak, mass: of :meth:`spread`, [R] and [R, B] float32, at the same temperature and block.
+            temperature: [R] float32, above 0.
+            top_k: [R] int64: that many tokens and those equal to the last; 0 for no such limit.
+            top_p: [R] float64: where ``top_k`` is 0, tokens of that share of the mass.
+            most: candidates per row at the most.
+
+        Returns ids [R, most] int64, of which the first ``counts`` [R] int64 count; equal logits come by
+        rising id. A count is -1 where ``most`` are not enough.
+        """
+        rows, vocab = logits.shape
+        assert logits.stride(1) == 1 and mass.is_contiguous() and mass.dtype == peak.dtype == torch.float32
+        assert mass.shape == (rows, -(-vocab // block))
+        temperature, peak = temperature.contiguous(), peak.contiguous()
+        top_k, top_p, total = top_k.contiguous(), top_p.contiguous(), mass.sum(dim=-1, dtype=torch.float64)
+        assert temperature.shape == peak.shape == top_k.shape == top_p.shape == (rows,)
+        assert top_k.dtype == torch.int64 and top_p.dtype == torch.float64
+        ids = torch.empty((rows, most), dtype=torch.int64)
+        counts = torch.empty(rows, dtype=torch.int64)
+        self._functions["candidates"](
+            _kind(logits.dtype, logits.dtype),
+            ids.data_ptr(),
+            counts.data_ptr(),
+            logits.data_ptr(),
+            logits.stride(0),
+            mass.data_ptr(),
+            peak.data_ptr(),
+            temperature.data_ptr(),
+            total.data_ptr(),
+            top_k.data_ptr(),
+            top_p.data_ptr(),
+            rows,
+            vocab,
+            block,
+            most,
+        )
+        return ids, counts
 
 
 def chosen_kernels(mode: bool | str, device: torch.device) -> Kernels | None:

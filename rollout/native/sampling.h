@@ -1,32 +1,36 @@
-// What a draw needs to know of a row of logits, in two passes over them.
+// What a draw needs to know of a row of logits, in few passes over them.
 //
-// Letters: R rows, V vocabulary, B blocks of BLOCK tokens.
+// Letters: R rows, V vocabulary, B blocks of `block` tokens, W most candidates of a row.
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "vectors.h"
+
+// Sixteen logits; past the end of the vocabulary there is nothing.
+template <class T>
+static inline vf read(const T* from, int64_t i, int64_t vocab) {
+    if (i + LANES <= vocab) return load(from + i);
+    T last[LANES];
+    for (auto& each : last) store_one(&each, -INFINITY);
+    std::copy(from + i, from + vocab, last);
+    return load(last);
+}
 
 // For each row of x [R, V] (rows `stride` elements apart): its highest entry, NaN if it has any, to
 // peak [R]; and exp((x - peak) / temperature) summed up over each block to mass [R, B].
 template <class T>
 static void spread(float* peak, float* mass, const T* x, int64_t stride, const float* temperature,
                    int64_t rows, int64_t vocab, int64_t block) {
-    const int64_t blocks = (vocab + block - 1) / block, whole = vocab / LANES * LANES;
-    auto read = [&](const T* from, int64_t i) {  // past the end of the vocabulary: nothing
-        if (i < whole) return load(from + i);
-        T last[LANES];
-        for (auto& each : last) store_one(&each, -INFINITY);
-        std::copy(from + i, from + vocab, last);
-        return load(last);
-    };
+    const int64_t blocks = (vocab + block - 1) / block;
 #pragma omp parallel for schedule(dynamic, 1) if (rows > 1)
     for (int64_t r = 0; r < rows; r++) {
         const T* from = x + r * stride;
         vf most = splat(-INFINITY);
         vi has_nan = {};
         for (int64_t i = 0; i < vocab; i += LANES) {
-            const vf v = read(from, i);
+            const vf v = read(from, i, vocab);
             most = max(most, v);
             has_nan |= v != v;
         }
@@ -38,8 +42,99 @@ static void spread(float* peak, float* mass, const T* x, int64_t stride, const f
         for (int64_t b = 0; b < blocks; b++) {
             vf total = {};
             for (int64_t i = b * block; i < std::min(vocab, (b + 1) * block); i += LANES)
-                total += exp(heat == 1.0f ? read(from, i) - top : (read(from, i) - top) / heat);
+                total += exp(heat == 1.0f ? read(from, i, vocab) - top : (read(from, i, vocab) - top) / heat);
             mass[r * blocks + b] = sum(total);
         }
     }
+}
+
+// A draw's limits: the top_k most likely tokens (0: all), the most likely ones of mass top_p (0: all).
+struct Limit {
+    int64_t top_k;
+    double top_p;
+};
+
+// Tokens and mass at or above each of LEVELS falling thresholds.
+constexpr int LEVELS = 8;
+struct Census {
+    int64_t count[LEVELS];
+    double mass[LEVELS];
+};
+
+// Blocks whose whole mass is below that of one token at the lowest threshold are passed over.
+template <class T>
+static Census take_census(const T* x, const float* block_mass, const float* gap, float peak, float heat,
+                          int64_t vocab, int64_t block) {
+    vf mass[LEVELS] = {};
+    vi count[LEVELS] = {};
+    const float least = 0.99f * std::exp(-gap[LEVELS - 1]);
+    for (int64_t b = 0; b * block < vocab; b++) {
+        if (block_mass[b] < least) continue;
+        for (int64_t i = b * block; i < std::min(vocab, (b + 1) * block); i += LANES) {
+            const vf v = read(x, i, vocab), weight = exp((v - peak) / heat);
+            for (int l = 0; l < LEVELS; l++) {
+                const vi is_in = v >= splat(peak - heat * gap[l]);
+                mass[l] += is_in ? weight : splat(0.0f);
+                count[l] -= is_in;  // true is -1
+            }
+        }
+    }
+    Census census = {};
+    for (int l = 0; l < LEVELS; l++) {
+        census.mass[l] = sum(mass[l]);
+        for (int i = 0; i < LANES; i++) census.count[l] += count[l][i];
+    }
+    return census;
+}
+
+// Ids of tokens among which are all that the limit keeps, the most likely first and among equals the
+// lowest id; returns how many, or -1 where they are more than `most` or the distribution is too flat.
+// The threshold is narrowed down by censuses: eight gaps below the peak, then eight between two of them.
+template <class T>
+static int64_t find_candidates(int64_t* ids, const T* x, const float* block_mass, float peak, float heat,
+                               Limit limit, double total, int64_t vocab, int64_t block, int64_t most) {
+    const int64_t enough = std::max<int64_t>(64, 2 * limit.top_k);
+    float gap[LEVELS] = {0.5f, 1, 2, 3.5f, 5.5f, 8, 11, 15}, low = 0, high = -1;
+    for (int pass = 0; pass < 4; pass++) {
+        const Census census = take_census(x, block_mass, gap, peak, heat, vocab, block);
+        int l = 0;
+        // the margin covers the rounding of float32 sums: whoever draws adds up in float64
+        while (l < LEVELS && (limit.top_k ? census.count[l] < limit.top_k
+                                          : census.mass[l] < limit.top_p * total * (1 + 1e-5)))
+            l++;
+        if (l == LEVELS) break;  // only in the first pass, or by a hair
+        high = gap[l];
+        if (l > 0) low = gap[l - 1];
+        if (census.count[l] <= enough) break;
+        for (int i = 0; i < LEVELS; i++) gap[i] = low + (high - low) * (i + 1) / LEVELS;
+    }
+    if (high < 0) return -1;
+    float lowest = peak - heat * high;
+    lowest -= std::abs(lowest) * 1e-6f;  // who is equal after the division by the temperature comes, too
+    const float least = 0.99f * std::exp(-high);
+    std::vector<std::pair<float, int64_t>> found;
+    for (int64_t b = 0; b * block < vocab; b++) {
+        if (block_mass[b] < least) continue;
+        for (int64_t i = b * block; i < std::min(vocab, (b + 1) * block); i += LANES) {
+            const vf v = read(x, i, vocab);
+            for (int j = 0; j < LANES; j++)
+                if (v[j] >= lowest) found.emplace_back(-v[j], i + j);
+        }
+        if (int64_t(found.size()) > most) return -1;
+    }
+    std::sort(found.begin(), found.end());
+    for (size_t i = 0; i < found.size(); i++) ids[i] = found[i].second;
+    return int64_t(found.size());
+}
+
+// For each row of x [R, V]: its candidates to ids [R, W] and their number to counts [R].
+template <class T>
+static void candidates(int64_t* ids, int64_t* counts, const T* x, int64_t stride, const float* mass,
+                       const float* peak, const float* temperature, const double* total, const int64_t* top_k,
+                       const double* top_p, int64_t rows, int64_t vocab, int64_t block, int64_t most) {
+    const int64_t blocks = (vocab + block - 1) / block;
+#pragma omp parallel for schedule(dynamic, 1) if (rows > 1)
+    for (int64_t r = 0; r < rows; r++)
+        counts[r] = find_candidates(ids + r * most, x + r * stride, mass + r * blocks, peak[r], temperature[r],
+                                    Limit{top_k[r], top_p[r]}, total[r], vocab, block, most);
 }
