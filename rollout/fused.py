@@ -9,11 +9,12 @@ linears are called as modules, so adapters and packed weights work as before.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from rollout.attention import AttentionStep, attend_to_itself
+from rollout.attention import TokenStep, attend_to_itself
 from rollout.native import LANES, Kernels
 from rollout.packing import JointLinear
 
@@ -67,29 +68,22 @@ class ReplayingStep:
     plain: Attended
     differs_in: list[str] = field(default_factory=list)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        options: Mapping[str, object],
+    def attend_tokens(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, object]
     ) -> Tensor:
-        """See ``AttentionStep``."""
+        """See ``TokenStep``."""
         plain = self.plain
         for name, ours, theirs in (
             ("queries", query, plain.query),
             ("keys", key, plain.key),
             ("values", value, plain.value),
         ):
-            if not _agree(ours, theirs):
+            if not _agree(ours, theirs[0].transpose(0, 1)):
                 self.differs_in.append(name)
-        return plain.output
+        return plain.output[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
+class Norm(NamedTuple):
     """A root-mean-square norm's own tensor and number."""
 
     weight: Tensor
@@ -125,7 +119,8 @@ class FusedLayer(nn.Module):
         # not registered as modules a second time: they stay those of the plain layer
         self._qkv = JointLinear([attention.get_submodule(name) for name in ATTENTION[:3]])
         self._gate_up = JointLinear([mlp.get_submodule(name) for name in MLP[:2]])
-        self._out_down = (attention.get_submodule(ATTENTION[3]), mlp.get_submodule(MLP[2]))
+        self._out = JointLinear([attention.get_submodule(ATTENTION[3])])
+        self._down = JointLinear([mlp.get_submodule(MLP[2])])
         self._attention = (attention,)
         self._input_norm = Norm.of(plain.get_submodule("input_layernorm"))
         self._mlp_norm = Norm.of(plain.get_submodule("post_attention_layernorm"))
@@ -139,30 +134,23 @@ class FusedLayer(nn.Module):
         hidden_states: Tensor,
         *,
         position_embeddings: tuple[Tensor, Tensor],
-        rollout_step: AttentionStep,
+        rollout_step: TokenStep,
         **kwargs: object,
     ) -> Tensor:
         """``[1, T, D] -> [1, T, D]``; what else transformers passes has no effect on such a layer."""
-        kernels, (o_proj, down_proj) = self._kernels, self._out_down
-        normed = kernels.rms_norm(hidden_states, self._input_norm.weight, self._input_norm.eps)
-        qkv = self._qkv(normed)[0]
+        kernels = self._kernels
         cos, sin = position_embeddings[0][0], position_embeddings[1][0]
         queries, keys, dim = self._num_queries, self._num_keys, cos.shape[-1]
-        rotated = kernels.rotate(qkv, queries, keys, cos, sin, *self._head_norms).transpose(0, 1)[None]
-        value = qkv[:, (queries + keys) * dim :].unflatten(1, (keys, -1)).transpose(0, 1)[None]
-        attended = rollout_step.attend(
-            self._attention[0],
-            rotated[:, :queries],
-            rotated[:, queries:],
-            value,
-            None,
-            self._options,
+        hidden = hidden_states[0]
+        qkv = self._qkv(kernels.rms_norm(hidden, *self._input_norm))
+        rotated = kernels.rotate(qkv, queries, keys, cos, sin, *self._head_norms)
+        value = qkv[:, (queries + keys) * dim :].unflatten(1, (keys, -1))
+        attended = rollout_step.attend_tokens(
+            self._attention[0], rotated[:, :queries], rotated[:, queries:], value, self._options
         )
-        hidden_states, normed = kernels.add_rms_norm(
-            hidden_states, o_proj(attended.flatten(2)), self._mlp_norm.weight, self._mlp_norm.eps
-        )
-        gated = kernels.silu_mul(self._gate_up(normed)[0])
-        return hidden_states + down_proj(gated[None])
+        hidden, normed = kernels.add_rms_norm(hidden, self._out(attended.flatten(1)), *self._mlp_norm)
+        gated = kernels.silu_mul(self._gate_up(normed))
+        return (hidden + self._down(gated))[None]
 
 
 class Trial(nn.Module):

@@ -72,9 +72,9 @@ class LayerPages:
     values: Tensor
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store the step's keys and values ``[K, T, H]`` at ``slots`` ``[T] int64`` (page * S + slot)."""
-        self.keys.flatten(1, 2).index_copy_(1, slots, key)
-        self.values.flatten(1, 2).index_copy_(1, slots, value)
+        """Store the step's keys and values ``[T, K, H]`` at ``slots`` ``[T] int64`` (page * S + slot)."""
+        self.keys.flatten(1, 2).index_copy_(1, slots, key.transpose(0, 1))
+        self.values.flatten(1, 2).index_copy_(1, slots, value.transpose(0, 1))
 
 
 class KVCache:

@@ -241,7 +241,8 @@ class JointLinear:
         packed = self._packed
         if packed is not None and (dtype := packed.packed_dtype(input)) is not None:
             return packed.joint_output(input, dtype)
-        return torch.cat([module(input) for module in self._modules], dim=-1)
+        outputs = [module(input) for module in self._modules]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 def _runs_of_one_input(seen: list[tuple[PackedLinear, Tensor]]) -> list[list[PackedLinear]]:

@@ -6,7 +6,7 @@ Letters: T packed tokens, D rows with logits, N query heads, K kv heads, H head 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from numbers import Real
+from typing import SupportsFloat, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,23 +45,29 @@ class PagedStep:
         options: Mapping[str, object],
     ) -> Tensor:
         """Attends for one layer; see ``AttentionStep``."""
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        return self.attend_tokens(module, query, key, value, options).unsqueeze(0)
+
+    def attend_tokens(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, object]
+    ) -> Tensor:
+        """Attends for one layer; see ``TokenStep``."""
         layer = self.layer_of[id(module)]
         dtype = self.cache.layout.dtype
         group = self.batch.groups[self.cache.group_of(layer)]
         pages = self.cache.layer(layer)
         scaling, softcap, sinks = options.get("scaling"), options.get("softcap"), options.get("s_aux")
-        assert scaling is None or isinstance(scaling, Real), "the probe refuses anything else"
-        assert softcap is None or isinstance(softcap, Real), "the probe refuses anything else"
+        # the probe refuses other types
         call = AttentionCall(
-            query=query[0].to(dtype),
-            key=key[0].to(dtype),
-            value=value[0].to(dtype),
-            scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            softcap=None if softcap is None else float(softcap),
+            query=query.to(dtype),
+            key=key.to(dtype),
+            value=value.to(dtype),
+            scaling=query.shape[-1] ** -0.5 if scaling is None else float(cast(SupportsFloat, scaling)),
+            softcap=None if softcap is None else float(cast(SupportsFloat, softcap)),
             sinks=sinks if isinstance(sinks, Tensor) else None,
         )
         self.backend.store(call, pages, group.slots)
-        return self.backend.attend(call, pages, group).unsqueeze(0)
+        return self.backend.attend(call, pages, group)
 
 
 def forward(

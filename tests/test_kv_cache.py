@@ -26,18 +26,18 @@ def test_layers_of_equal_shape_share_a_group_and_bytes_add_up() -> None:
 
 def test_tokens_land_in_their_slots() -> None:
     cache = make()
-    key = torch.arange(2 * 2 * 4.0).reshape(2, 2, 4)
+    key = torch.arange(2 * 2 * 4.0).reshape(2, 2, 4)  # token, head, dim
     value = torch.arange(2 * 2 * 6.0).reshape(2, 2, 6)
     cache.layer(2).write(torch.tensor([4, 11]), key, value)  # page 1 slot 0, page 2 slot 3
-    assert torch.equal(cache.layer(2).keys[:, 1, 0], key[:, 0])
-    assert torch.equal(cache.layer(2).keys[:, 2, 3], key[:, 1])
-    assert torch.equal(cache.layer(2).values[:, 2, 3], value[:, 1])
+    assert torch.equal(cache.layer(2).keys[:, 1, 0], key[0])
+    assert torch.equal(cache.layer(2).keys[:, 2, 3], key[1])
+    assert torch.equal(cache.layer(2).values[:, 2, 3], value[1])
 
 
 def test_growth_keeps_pages_and_the_null_page_stays_zero() -> None:
     cache = make()
     cache.clear_pages(0, torch.tensor([1, 2, 3]))
-    cache.layer(0).write(torch.tensor([5]), torch.ones(2, 1, 4), torch.ones(2, 1, 6))
+    cache.layer(0).write(torch.tensor([5]), torch.ones(1, 2, 4), torch.ones(1, 2, 6))
     cache.resize((9, 4))
     assert cache.num_pages == (9, 4)
     assert cache.layer(0).keys[:, 1, 1].eq(1).all() and cache.layer(0).keys[:, 1, 0].eq(0).all()

@@ -117,16 +117,19 @@ def test_nan_and_inf_go_through(kernels: Kernels, dtype: torch.dtype) -> None:
 
 
 def test_store_writes_the_named_slots_and_no_other(kernels: Kernels) -> None:
-    pages = torch.zeros(2, 5, 4, 16)
-    x = randn(6, 2, 16).transpose(0, 1)  # as the rotated keys come: tokens outermost in memory
+    keys, values = torch.zeros(2, 5, 4, 16), torch.zeros(2, 5, 4, 16)
+    joint = randn(6, 6 * 16)
+    key, value = (joint[:, i * 32 : (i + 1) * 32].unflatten(1, (2, 16)) for i in (1, 2))  # as they come
     slots = torch.tensor([4, 19, 7, 8, 5, 12])
-    expected = pages.clone()
-    expected.flatten(1, 2).index_copy_(1, slots, x)
-    kernels.store(pages, x, slots)
-    assert torch.equal(pages, expected)
-    again = torch.zeros_like(pages)
-    kernels.store(again, x.contiguous(), slots)  # heads outermost
-    assert torch.equal(again, expected)
+    kernels.store(keys, values, key, value, slots)
+    for pages, x in ((keys, key), (values, value)):
+        expected = torch.zeros_like(pages)
+        expected.flatten(1, 2).index_copy_(1, slots, x.transpose(0, 1))
+        assert torch.equal(pages, expected)
+    again = torch.zeros_like(keys), torch.zeros_like(values)
+    heads_first = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (key, value))
+    kernels.store(*again, *heads_first, slots)
+    assert torch.equal(again[0], keys) and torch.equal(again[1], values)
 
 
 @st.composite

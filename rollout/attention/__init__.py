@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rollout.attention.backend import AttentionBackend, AttentionCall, AttentionStep, attend_to_itself
+from rollout.attention.backend import (
+    AttentionBackend,
+    AttentionCall,
+    AttentionStep,
+    TokenStep,
+    attend_to_itself,
+)
 from rollout.attention.eager import EagerAttention
 from rollout.attention.native import NativeAttention, why_not_native
 from rollout.attention.sdpa import SdpaAttention
@@ -78,6 +84,7 @@ __all__ = [
     "EagerAttention",
     "NativeAttention",
     "SdpaAttention",
+    "TokenStep",
     "attend_to_itself",
     "make_backend",
     "paged_attention",

@@ -19,11 +19,11 @@ class AttentionCall:
     """One layer's attention over the packed tokens of a step."""
 
     query: Tensor
-    """[N, T, H] in the cache's dtype."""
+    """[T, N, H] in the cache's dtype."""
     key: Tensor
-    """[K, T, H], already written to the pages."""
+    """[T, K, H], which ``AttentionBackend.store`` writes to the pages first."""
     value: Tensor
-    """[K, T, H], already written to the pages."""
+    """[T, K, H], the same."""
     scaling: float
     softcap: float | None
     """Scores become ``softcap * tanh(scores / softcap)`` (Gemma 2)."""
@@ -45,8 +45,22 @@ class AttentionBackend(Protocol):
         """Returns ``[T, N, H]`` (the value's head dim) in the query's dtype."""
 
 
+class TokenStep(Protocol):
+    """What the engine passes down to fused layers for one forward."""
+
+    def attend_tokens(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: Mapping[str, object],
+    ) -> Tensor:
+        """Attention of one layer: ``query [T, N, H]``, keys and values ``[T, K, H]`` -> ``[T, N, H]``."""
+
+
 class AttentionStep(Protocol):
-    """What the engine passes down to the attention layers for one forward."""
+    """What the engine passes down to transformers' attention layers for one forward."""
 
     def attend(
         self,

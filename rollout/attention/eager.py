@@ -29,7 +29,7 @@ class EagerAttention:
         num_keys = row.position + row.length - begin
         key = pages.keys[:, table].flatten(1, 2)[:, :num_keys]
         value = pages.values[:, table].flatten(1, 2)[:, :num_keys]
-        groups = call.query.shape[0] // key.shape[0]
+        groups = call.query.shape[1] // key.shape[0]
         query_at = torch.arange(row.position, row.position + row.length, device=key.device)[:, None]
         key_at = torch.arange(begin, begin + num_keys, device=key.device)[None]
         seen = key_at <= query_at
@@ -37,7 +37,7 @@ class EagerAttention:
             seen &= key_at > query_at - window
         bias = torch.zeros(seen.shape, device=key.device).masked_fill_(~seen, float("-inf"))
         return attend_plainly(
-            call.query[:, row.start : row.start + row.length],
+            call.query[row.start : row.start + row.length].transpose(0, 1),
             key.repeat_interleave(groups, dim=0),
             value.repeat_interleave(groups, dim=0),
             bias,

@@ -4,6 +4,7 @@ The keys and values of a row are read where they lie, so decode rows need neithe
 length nor masks: one call serves them all.
 """
 
+import torch
 from torch import Tensor
 
 from rollout.attention.backend import AttentionCall
@@ -24,15 +25,13 @@ class NativeAttention:
 
     def store(self, call: AttentionCall, pages: LayerPages, slots: Tensor) -> None:
         """See ``AttentionBackend``."""
-        self._kernels.store(pages.keys, call.key, slots)
-        self._kernels.store(pages.values, call.value, slots)
+        self._kernels.store(pages.keys, pages.values, call.key, call.value, slots)
 
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """Returns ``[T, N, H]``."""
         if len(batch.buckets) == 1:
             return self._attend(call, pages, batch.buckets[0])
-        num_heads, num_tokens, dim = call.query.shape
-        out = call.query.new_empty(num_tokens, num_heads, dim)
+        out = torch.empty(call.query.shape, dtype=call.query.dtype)
         for bucket in batch.buckets:
             out[bucket.start : bucket.end] = self._attend(call, pages, bucket)
         return out
@@ -42,7 +41,7 @@ class NativeAttention:
             return self._prefill.attend_bucket(call, pages, bucket)
         assert bucket.pages is not None and bucket.seen is not None
         return self._kernels.attend(
-            call.query.transpose(0, 1)[bucket.start : bucket.end],
+            call.query[bucket.start : bucket.end],
             pages.keys,
             pages.values,
             bucket.pages.view(bucket.num_rows, -1),

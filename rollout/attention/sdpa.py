@@ -30,8 +30,7 @@ class SdpaAttention:
         """Returns ``[T, N, H]``."""
         if len(batch.buckets) == 1:
             return self.attend_bucket(call, pages, batch.buckets[0])
-        num_heads, num_tokens, _ = call.query.shape
-        out = call.query.new_empty(num_tokens, num_heads, call.value.shape[-1])
+        out = call.query.new_empty(*call.query.shape[:2], call.value.shape[-1])
         for bucket in batch.buckets:
             out[bucket.start : bucket.end] = self.attend_bucket(call, pages, bucket)
         return out
@@ -45,7 +44,7 @@ class SdpaAttention:
         assert bucket.pages is not None and bucket.bias is not None
         key, value = _gather(pages, bucket)
         num_kv_heads = key.shape[0]
-        query = call.query[:, bucket.start : bucket.end].unflatten(0, (num_kv_heads, -1)).transpose(1, 2)
+        query = call.query[bucket.start : bucket.end].unflatten(1, (num_kv_heads, -1)).transpose(0, 1)
         bias = bucket.bias.unsqueeze(0)  # [1, R, 1, C]
         if call.sinks is None and call.softcap is None:
             out = scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=call.scaling)
@@ -59,7 +58,7 @@ class SdpaAttention:
         assert bucket.tokens is not None and bucket.kept is not None
         rows, length = bucket.num_rows, bucket.query_len
         query = _by_row(call.query, bucket.tokens, rows, length)
-        groups = call.query.shape[0] // call.key.shape[0]
+        groups = call.query.shape[1] // call.key.shape[1]
         if bucket.pages is None:
             # padding repeats a row's last token after its end, where causality hides it
             key = _by_row(call.key, bucket.tokens, rows, length)
@@ -93,5 +92,5 @@ def _gather(pages: LayerPages, bucket: Bucket) -> tuple[Tensor, Tensor]:
 
 
 def _by_row(packed: Tensor, tokens: Tensor, rows: int, length: int) -> Tensor:
-    """``[heads, T, H] -> [R, heads, Q, H]``."""
-    return packed.index_select(1, tokens).unflatten(1, (rows, length)).transpose(0, 1)
+    """``[T, heads, H] -> [R, heads, Q, H]``."""
+    return packed.index_select(0, tokens).unflatten(0, (rows, length)).transpose(1, 2)

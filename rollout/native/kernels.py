@@ -63,7 +63,9 @@ class Kernels:
                 library.rollout_rotate, int_, pointer, pointer, i64, *[pointer] * 4, f32, *[i64] * 4
             ),
             "silu_mul": _typed(library.rollout_silu_mul, int_, pointer, pointer, i64, i64),
-            "store": _typed(library.rollout_store, pointer, i64, pointer, i64, pointer, i64, i64, i64),
+            "store": _typed(
+                library.rollout_store, pointer, pointer, i64, pointer, i64, pointer, i64, pointer, *[i64] * 3
+            ),
             "attend": _typed(library.rollout_attend, int_, ctypes.POINTER(AttentionCall), i64),
             "spread": _typed(library.rollout_spread, int_, *[pointer] * 3, i64, pointer, i64, i64, i64),
             "candidates": _typed(
@@ -167,18 +169,28 @@ class Kernels:
         )
         return out
 
-    def store(self, pages: Tensor, x: Tensor, slots: Tensor) -> None:
-        """Write ``x [K, T, H]`` to ``slots [T] int64`` (page * S + slot) of ``pages [K, P, S, H]``."""
-        heads, tokens, size = x.shape
-        assert x.dtype == pages.dtype and pages.is_contiguous() and slots.shape == (tokens,)
-        if x.stride(2) != 1 or x.stride(0) != size:
-            x = x.transpose(0, 1).contiguous().transpose(0, 1)
-        width = x.element_size()
+    def store(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write ``key`` and ``value`` to ``slots`` of the pages.
+
+        Args:
+            keys, values: [K, P, S, H] of one shape.
+            key, value: [T, K, H] in the pages' dtype, tokens may lie apart.
+            slots: [T] int64, page * S + slot.
+        """
+        tokens, heads, size = key.shape
+        assert keys.shape == values.shape and keys.is_contiguous() and values.is_contiguous()
+        assert key.shape == value.shape and slots.shape == (tokens,)
+        assert key.dtype == value.dtype == keys.dtype == values.dtype
+        key, value = (_with_whole_tokens(x) for x in (key, value))
+        width = keys.element_size()
         self._functions["store"](
-            pages.data_ptr(),
-            pages.stride(0) * width,
-            x.data_ptr(),
-            x.stride(1) * width,
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.stride(0) * width,
+            key.data_ptr(),
+            key.stride(0) * width,
+            value.data_ptr(),
+            value.stride(0) * width,
             slots.data_ptr(),
             tokens,
             heads,
@@ -212,8 +224,7 @@ class Kernels:
         assert size in HEAD_DIMS and keys.shape == values.shape and keys.dtype == values.dtype == query.dtype
         assert keys.is_contiguous() and values.is_contiguous() and pages.is_contiguous()
         assert pages.shape[0] == rows and seen.shape == (rows, 2) and seen.is_contiguous()
-        if query.stride(2) != 1 or query.stride(1) != size:
-            query = query.contiguous()
+        query = _with_whole_tokens(query)
         out = torch.empty((rows, heads, size), dtype=query.dtype)
         call = AttentionCall(
             out.data_ptr(),
@@ -366,6 +377,11 @@ def _timed(name: str, run: Callable[..., Any], seconds: dict[str, float]) -> Cal
             seconds[name] += time.perf_counter() - started
 
     return timed
+
+
+def _with_whole_tokens(x: Tensor) -> Tensor:
+    """``[T, heads, H]`` with all of a token in one piece, tokens anywhere."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def _last(x: Tensor, weight: Tensor) -> int:
