@@ -338,6 +338,7 @@ class RolloutEngine:
             )
         with self._meter.stage("forward"):
             logits = forward(self._weights.view, self._plan, batch, self._cache, self._backend)
+        self._meter.move(self._packed.take_seconds(), "forward", "weights")  # made when first used
         drawing = plan.drawing()
         with self._meter.stage("sample"):
             rows = [_sampling_row(sequence) for sequence in drawing]

@@ -38,6 +38,12 @@ class Meter:
         finally:
             self._seconds[name] += time.perf_counter() - started
 
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count seconds that one stage took as another's."""
+        assert source in STAGES and target in STAGES
+        self._seconds[source] -= seconds
+        self._seconds[target] += seconds
+
     def count_step(self, *, num_tokens: int, pages_held: int) -> None:
         """Count one step of ``num_tokens`` with ``pages_held`` pages in use."""
         self._counts["steps"] += 1

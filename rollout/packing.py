@@ -7,6 +7,7 @@ instructions a bf16 linear is computed on an fp32 copy: products of bf16 numbers
 and the result is rounded to bf16 once, as the hardware would do.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class PackedLinears:
         self._mode = mode
         self.version = 0
         self._linears: list[PackedLinear] = []
+        self._seconds = 0.0
         self._seen: list[tuple[PackedLinear, Tensor]] | None = None
 
     @property
@@ -90,11 +92,25 @@ class PackedLinears:
         try:
             yield
             for run in _runs_of_one_input(self._seen):
-                group = LinearGroup(run)
+                group = LinearGroup(run, self)
                 for member in run:
                     member.group = group
         finally:
             self._seen = None
+
+    @contextmanager
+    def deriving(self) -> Iterator[None]:
+        """Counts the time inside the block as spent on derived copies."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - started
+
+    def take_seconds(self) -> float:
+        """Seconds spent on derived copies since this was last asked."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def note(self, member: "PackedLinear", input: Tensor) -> None:
         """Called by each linear with its input; remembered only while watching."""
@@ -125,8 +141,9 @@ class LinearGroup:
     they are asked for on that very tensor; on any other tensor everything is computed again.
     """
 
-    def __init__(self, members: "Sequence[PackedLinear]") -> None:
+    def __init__(self, members: "Sequence[PackedLinear]", owner: PackedLinears) -> None:
         self._members = members
+        self._owner = owner
         self._packed: _Packed | None = None
         self._input: Tensor | None = None
         self._input_version = 0  # a write in place makes it another input
@@ -142,12 +159,12 @@ class LinearGroup:
         self._packed = self._input = None
         self._outputs = {}
 
-    def output(self, member: "PackedLinear", input: Tensor, dtype: torch.dtype, version: int) -> Tensor:
+    def output(self, member: "PackedLinear", input: Tensor, dtype: torch.dtype) -> Tensor:
         """The member's output for ``input``, in ``dtype``."""
         is_known = self._input is input and self._input_version == input._version
         if not is_known or id(member) not in self._outputs:
             sizes = [each.out_features for each in self._members]
-            outputs = self.joint_output(input, dtype, version).split_with_sizes(sizes, dim=-1)
+            outputs = self.joint_output(input, dtype).split_with_sizes(sizes, dim=-1)
             self._input, self._input_version = input, input._version
             self._outputs = {id(each): out for each, out in zip(self._members, outputs, strict=True)}
         out = self._outputs.pop(id(member))
@@ -155,9 +172,9 @@ class LinearGroup:
             self._input = None  # let the input go as soon as everybody had it
         return out
 
-    def joint_output(self, input: Tensor, dtype: torch.dtype, version: int) -> Tensor:
+    def joint_output(self, input: Tensor, dtype: torch.dtype) -> Tensor:
         """The outputs of all members side by side in the last dimension, in ``dtype``."""
-        packed = self._current(dtype, version)
+        packed = self._current(dtype)
         weight = packed.weight
         if input.dtype != weight.dtype:
             input = input.to(dtype).to(weight.dtype)
@@ -168,24 +185,26 @@ class LinearGroup:
         """Whether these modules, in this order, are the members."""
         return [id(member) for member in self._members] == [id(module) for module in modules]
 
-    def _current(self, dtype: torch.dtype, version: int) -> _Packed:
-        packed = self._packed
+    def _current(self, dtype: torch.dtype) -> _Packed:
+        packed, version = self._packed, self._owner.version
         if packed is None or packed.version != version or packed.dtype != dtype:
             self.drop()  # its memory goes back before the next copy is made
-            fast = _packed_dtype(dtype)
-            weight = torch.cat([each.weight.detach().to(dtype).to(fast) for each in self._members])
-            biases = [
-                each.bias.detach().to(dtype).to(fast) for each in self._members if each.bias is not None
-            ]
-            packed = _Packed(
-                version=version,
-                dtype=dtype,
-                weight=torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS),
-                bias=torch.cat(biases) if biases else None,
-                num_bytes=weight.numel() * weight.element_size(),
-            )
-            self._packed = packed
+            with self._owner.deriving():
+                packed = self._packed = self._pack(dtype, version)
         return packed
+
+    def _pack(self, dtype: torch.dtype, version: int) -> _Packed:
+        fast = _packed_dtype(dtype)
+        weights = [each.weight.detach().to(dtype).to(fast) for each in self._members]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        biases = [each.bias.detach().to(dtype).to(fast) for each in self._members if each.bias is not None]
+        return _Packed(
+            version=version,
+            dtype=dtype,
+            weight=torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS),
+            bias=torch.cat(biases) if biases else None,
+            num_bytes=weight.numel() * weight.element_size(),
+        )
 
 
 class PackedLinear(nn.Linear):
@@ -196,7 +215,7 @@ class PackedLinear(nn.Linear):
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.weight, self.bias = plain.weight, plain.bias
         self.training = plain.training
-        self.group = LinearGroup([self])
+        self.group = LinearGroup([self], owner)
         self._owner = owner
 
     def forward(self, input: Tensor) -> Tensor:
@@ -205,17 +224,13 @@ class PackedLinear(nn.Linear):
         dtype = self.packed_dtype(input)
         if dtype is None:
             return linear(input, self.weight, self.bias)
-        return self.group.output(self, input, dtype, self._owner.version)
+        return self.group.output(self, input, dtype)
 
     def packed_dtype(self, input: Tensor) -> torch.dtype | None:
         """The dtype of the output if the packed copy serves this input, else ``None``."""
         rows = input.numel() // self.in_features
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else self.weight.dtype
         return dtype if self._owner.serves(dtype, rows) else None
-
-    def joint_output(self, input: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the whole group makes of ``input``, side by side."""
-        return self.group.joint_output(input, dtype, self._owner.version)
 
 
 class JointLinear:
@@ -240,7 +255,7 @@ class JointLinear:
         """See the class."""
         packed = self._packed
         if packed is not None and (dtype := packed.packed_dtype(input)) is not None:
-            return packed.joint_output(input, dtype)
+            return packed.group.joint_output(input, dtype)
         outputs = [module(input) for module in self._modules]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 

@@ -292,7 +292,8 @@ class RolloutMetrics:
     weight_version: int
     seconds: float
     seconds_by_stage: Mapping[str, float]
-    """Seconds spent noticing weights, planning, building, running, sampling, committing."""
+    """Seconds spent on weights (noticing changes, deriving copies), planning, building, running, sampling,
+    committing."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -31,7 +31,9 @@ ALLOWED: dict[str, set[str]] = {
     "batch": {"sequence"},
     "results": {"types"},
     "processing": {"types"},
-    "sampling": {"native", "noise", "processing", "types"},
+    "spread": {"native"},
+    "truncation": {"native", "spread"},
+    "sampling": {"native", "noise", "processing", "spread", "truncation", "types"},
     "capacity": {"config", "kv_cache", "sequence", "tables"},
     # the model
     "packing": set(),

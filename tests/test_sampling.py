@@ -25,7 +25,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from rollout import sampling
+from rollout import sampling, truncation
 from rollout.native import Kernels, load_kernels
 from rollout.sampling import SamplingRow, score
 from rollout.types import DrawnToken, NonFiniteLogits, SamplingParams
@@ -276,7 +276,7 @@ def test_flat_logits_fall_back_to_the_full_sort(
     twins = [slow_twin(line, rows[0]) for line in logits]
     for entry, source in zip(staged, sources, strict=True):
         check(entry, twins[source])
-    monkeypatch.setattr(sampling, "STAGES", ())
+    monkeypatch.setattr(truncation, "STAGES", ())
     for entry, sorted_entry in zip(staged, draw(logits, rows, sources), strict=True):
         assert drawn(entry).token_id == drawn(sorted_entry).token_id
         assert drawn(entry).logprob == pytest.approx(drawn(sorted_entry).logprob, abs=1e-6)
@@ -292,7 +292,7 @@ def test_candidates_are_the_highest_scores_in_order(width: int, vocab: int) -> N
     scores[2, 5] = -math.inf
     scores[0, vocab - 1] = 50.0  # in the tail that fits no group
     expected = scores.sort(dim=-1, descending=True, stable=True)
-    ids = sampling._candidates(scores, width)
+    ids = truncation._candidates(scores, width)
     values = scores.gather(1, ids)
     assert values.tolist() == expected.values[:, :width].tolist()
     for line_values, line_ids, line in zip(values, ids, expected.indices, strict=True):

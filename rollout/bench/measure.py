@@ -116,6 +116,9 @@ def host_facts() -> dict[str, Any]:
         "cpu": capabilities.get("cpu_name"),
         "avx512_bf16": capabilities.get("avx512_bf16", False),
         "amx_bf16": capabilities.get("amx_bf16", False),
-        # of the whole process: meaningful for a peer that runs alone
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def peak_memory_bytes() -> int:
+    """Of the whole process so far: meaningful for a peer that runs alone, on its first workload."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

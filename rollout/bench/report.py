@@ -9,7 +9,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.bench.limits import MachineRates, ModelCost, least_seconds, measure_rates
-from rollout.bench.measure import Measurement, forward_shares, measure
+from rollout.bench.measure import Measurement, forward_shares, measure, peak_memory_bytes
 from rollout.bench.peers import EnginePeer, GeneratePeer, Peer, TransformersPeer
 from rollout.bench.workloads import Workload, check_name, make_workload
 
@@ -86,6 +86,7 @@ def _record(
         "limit_tokens_per_second": limit,
         "gemm_gflops": rates.flops / 1e9,
         "memory_gb_per_second": rates.bytes_per_second / 1e9,
+        "peak_memory_bytes": peak_memory_bytes(),
         "settings": {name: peer.setting for name, peer in made.items()},
         "tokens_per_second": {result.peer: result.tokens_per_second for result in results},
         "median": {result.peer: result.median for result in results},

@@ -1,0 +1,89 @@
+"""How a row's probability lies over the vocabulary: the numbers that every way of drawing starts from.
+
+Legend: C rows of one chunk, V vocabulary, B blocks of BLOCK tokens.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout.native import Kernels
+
+BLOCK = 256
+"""Tokens per block of the two-level draw: few enough blocks to accumulate in float64 for free."""
+SPREAD_DTYPES = (torch.float32, torch.bfloat16)
+"""Of the logits that the compiled kernels read."""
+
+
+class Knobs(NamedTuple):
+    """The numbers of each row that enter its draw; neutral values where a knob is off."""
+
+    uniform: Tensor  # [C] float64 in [0, 1)
+    temperature: Tensor  # [C, 1] float32, 1 for greedy rows
+    top_k: Tensor  # [C, 1] int64 in [1, V]; V keeps all
+    top_p: Tensor  # [C, 1] float64; inf keeps all
+    min_p: Tensor  # [C, 1] float64; 0 keeps all
+
+    def at(self, where: Tensor | slice) -> "Knobs":
+        return Knobs(*(knob[where] for knob in self))
+
+
+class Spread(NamedTuple):
+    """How the mass exp((score - peak) / temperature) of each row lies over the blocks."""
+
+    peak: Tensor  # [C, 1] float32, the highest score
+    mass: Tensor  # [C, B] float32, of each block
+    cumulative: Tensor  # [C, B] float64, up to and including each block
+
+    def at(self, where: Tensor) -> "Spread":
+        return Spread(*(each[where] for each in self))
+
+    @property
+    def total(self) -> Tensor:
+        """[C, 1] float64; at least 1, because the peak itself counts 1."""
+        return self.cumulative[:, -1:]
+
+
+class Spreader:
+    """Finds the :class:`Spread` of chunks, in compiled code or with torch's operators."""
+
+    def __init__(self, kernels: Kernels | None, logits: Tensor, max_rows: int) -> None:
+        self.kernels = kernels
+        self._scratch = torch.empty(0)
+        if kernels is None:  # kept for all chunks to spare page faults
+            width = math.ceil(logits.shape[1] / BLOCK) * BLOCK
+            self._scratch = torch.empty((max_rows, width), dtype=torch.float32, device=logits.device)
+
+    def __call__(self, scores: Tensor, knobs: Knobs, heated: bool) -> Spread:
+        """The spread of ``scores`` [C, V].
+
+        ``heated`` False says that every temperature is 1 and saves a pass; dividing by 1 changes no
+        bit, so a row's numbers do not depend on it.
+        """
+        if scores.dtype not in SPREAD_DTYPES or self.kernels is None:
+            scores = scores.float()
+        if self.kernels is not None:
+            peak, mass = self.kernels.spread(scores, knobs.temperature[:, 0], BLOCK)
+            return Spread(peak[:, None], mass, mass.double().cumsum(dim=-1))
+        vocab, weights = scores.shape[1], self._scratch[: len(scores)]
+        peak = scores.amax(dim=-1, keepdim=True)
+        torch.sub(scores, peak, out=weights[:, :vocab])
+        weights[:, vocab:] = -math.inf
+        if heated:
+            weights.div_(knobs.temperature)
+        weights.exp_()
+        mass = weights.view(len(weights), -1, BLOCK).sum(dim=-1)
+        return Spread(peak, mass, mass.double().cumsum(dim=-1))
+
+
+def invert(cumulative: Tensor, target: Tensor) -> Tensor:
+    """First entry of each row of [C, K] float64 above target [C, 1] -> [C, 1] int64.
+
+    Where rounding lifted the target to the total it is the last entry that added mass. Either way
+    the entry has mass: a token of probability 0 is never picked.
+    """
+    first = torch.searchsorted(cumulative, target, right=True)
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    return torch.minimum(first, last).clamp(max=cumulative.shape[1] - 1)  # NaN rows stay in range
