@@ -60,10 +60,10 @@ class EngineConfig:
     attn_implementation: str = "auto"
     """Attention backend, see :mod:`rollout.attention`."""
     native_kernels: bool | str = "auto"
-    """Use kernels that are compiled for this CPU when first needed (g++ or clang++, some 4 seconds,
-    kept in the user's cache): paged attention, and the norms, rotary embedding and gated MLP of
-    decoder layers that are seen to agree with them. ``"auto"`` does so where a compiler is found and
-    logs a warning elsewhere, ``True`` insists, ``False`` never does."""
+    """Use kernels that are compiled for this CPU when first needed (by g++ in some 4 seconds, kept in
+    the user's cache): paged attention, the passes of a draw, and the norms, rotary embedding and gated
+    MLP of decoder layers that are seen to agree with them. ``"auto"`` does so for models on the CPU and
+    logs a warning where they cannot be compiled, ``True`` insists, ``False`` never does."""
     on_weight_change: str = "recompute"
     """What happens to requests in flight when the weights change: ``"recompute"`` their keys and
     values under the new weights, ``"keep"`` the old ones (mixing both, as asynchronous RL does),

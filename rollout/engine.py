@@ -22,7 +22,7 @@ from rollout.config import EngineConfig
 from rollout.fused import fuse_layers, unfuse_layers
 from rollout.kv_cache import KVCache
 from rollout.meter import Meter
-from rollout.native import chosen_kernels
+from rollout.native import Kernels, chosen_kernels
 from rollout.packing import PackedLinears
 from rollout.probe import ModelPlan, eos_token_ids, position_limit, probe, single_device
 from rollout.requests import Prompt, Repeats, RequestBuilder, params_per_prompt, refused_completions
@@ -79,7 +79,6 @@ class RolloutEngine:
         self._model = model
         self._base = base_model_of(model)
         self._tokenizer = tokenizer
-        self._kernels = chosen_kernels(self.config.native_kernels, single_device(model))
         self._packed = PackedLinears(self.config.pack_weights)
         self._requests = RequestBuilder(tokenizer, seed=self.config.seed, rank=_rank())
         self._finished: list[Completion] = []
@@ -90,6 +89,7 @@ class RolloutEngine:
         self._device = single_device(model)
         self._autocast: torch.dtype | None
         self._backend: AttentionBackend
+        self._kernels: Kernels | None
         self._plan: ModelPlan
         self._cache: KVCache
         self._scheduler: Scheduler
@@ -336,6 +336,7 @@ class RolloutEngine:
                 device=self._device,
                 masks=self._backend.needs_masks,
             )
+        self._packed.take_seconds()  # those before were counted where they were spent
         with self._meter.stage("forward"):
             logits = forward(self._weights.view, self._plan, batch, self._cache, self._backend)
         self._meter.move(self._packed.take_seconds(), "forward", "weights")  # made when first used
@@ -398,12 +399,14 @@ class RolloutEngine:
         self._device = single_device(self._model)
         config = self._base.config.get_text_config()
         self._autocast = self._current_autocast()
+        self._kernels = chosen_kernels(self.config.native_kernels, self._device)
+        self._packed.version = self._weights.next_version  # copies made from here on are the new version's
         unfuse_layers(view)  # what agreed under another autocast need not agree under this one
         with self._packed.watching():
             plan = probe(view, config, self._device)
         self._backend = make_backend(self.config.attn_implementation, plan.layout, self._kernels)
         if self._kernels is not None:
-            fuse_layers(view, self._kernels, self._device)
+            fuse_layers(view, self._kernels, self._device, position_limit(config))
         is_same = not is_first and plan.layout == self._plan.layout
         self._plan = plan
         self._requests.renew(

@@ -41,10 +41,12 @@ def pick_truncated(
             low = width
             if len(rows) == 0:
                 continue
-            is_candidate = torch.arange(width) < counts[rows, None]
-            some = ids[rows, :width].where(is_candidate, 0)
+            some = ids[rows, :width]
+            is_candidate = torch.arange(some.shape[1]) < counts[rows, None]
+            some = some.where(is_candidate, 0)
             values = scores[rows[:, None], some].float().where(is_candidate, -math.inf)
             part = spread.at(rows), knobs.at(rows), counts[rows] == vocab
+            # proven already: the kernel found all that can be kept
             token[rows], log_kept[rows], _ = _pick_among(values, some, *part, vocab)
         todo = todo[counts <= 0]
         if len(todo) == 0:
@@ -78,7 +80,7 @@ def _found_candidates(
         knobs.top_k[:, 0].where(is_limited, 0),
         knobs.top_p[:, 0],
         BLOCK,
-        CANDIDATE_WIDTHS[-1],
+        min(CANDIDATE_WIDTHS[-1], scores.shape[1]),
     )
 
 

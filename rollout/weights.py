@@ -80,6 +80,11 @@ class WeightTracker:
         return max(self._version, 0)
 
     @property
+    def next_version(self) -> int:
+        """Version that the next change starts."""
+        return self._version + 1
+
+    @property
     def view(self) -> nn.Module:
         """The module tree to generate with, on the trainer's own tensors."""
         assert self._view is not None, "update() comes first"

@@ -62,6 +62,8 @@ def test_workloads_differ_in_what_their_names_say() -> None:
     lengths = sorted(p.max_new_tokens for _, _, p in loads["tail"].requests)
     assert lengths[:62] == [24] * 62 and lengths[62:] == [384, 384]
     assert loads["steps"].num_rollouts == 5
+    few = loads["steps"].shortened(3, most_requests=6)  # four of the first prompt, two of the second
+    assert few.prompts == loads["steps"].prompts[:2] and [len(row) for row in few.samples] == [4, 2]
     short = loads["steps"].shortened(3)
     assert short.num_rollouts == 1 and max(p.max_new_tokens for _, _, p in short.requests) == 3
     with pytest.raises(ValueError, match="known: grpo"):

@@ -625,3 +625,12 @@ def test_a_model_that_fails_in_its_own_way_is_refused_with_the_reason() -> None:
     model = MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=97, max_seq_len=64))
     with pytest.raises(UnsupportedModelError, match="MptForCausalLM with paged attention fails: Attr"):
         RolloutEngine(model)
+
+
+def test_seconds_are_counted_where_they_are_spent() -> None:
+    """Copies are derived while the engine is built, too: that is no part of any call's forward."""
+    engine = RolloutEngine(TINY_MODELS["llama_wide"]())
+    for _ in range(2):
+        metrics = engine.generate([[5, 6]], SamplingParams(max_new_tokens=1, seed=0)).metrics
+        assert all(seconds >= 0 for seconds in metrics.seconds_by_stage.values())
+        assert sum(metrics.seconds_by_stage.values()) <= metrics.seconds

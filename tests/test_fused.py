@@ -2,14 +2,16 @@
 
 import logging
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GraniteConfig, GraniteForCausalLM
+from transformers import GraniteConfig, GraniteForCausalLM, Ministral3Config, Ministral3ForCausalLM
 
+from oracle import assert_greedy, assert_logprobs
 from rollout import RolloutEngine, SamplingParams
 from rollout.attention import make_backend
-from rollout.fused import FusedLayer, fuse_layers, unfuse_layers
+from rollout.fused import FusedLayer, Trial, fuse_layers, unfuse_layers
 from rollout.native import load_kernels
 from rollout.packing import JointLinear, PackedLinears
 from rollout.probe import probe
@@ -61,7 +63,7 @@ class _OwnValues:
 def test_which_architectures_are_fused(name: str) -> None:
     view = make_prepared(TINY_MODELS[name]())
     with engine_mode():
-        count = fuse_layers(view, load_kernels(), CPU)
+        count = fuse_layers(view, load_kernels(), CPU, 256)
     assert count == (2 if name in FUSED else 0)
     assert sum(isinstance(module, FusedLayer) for module in view.modules()) == count
 
@@ -76,7 +78,7 @@ def test_fused_layers_compute_the_same(name: str, pack: bool, mode: str) -> None
         view = make_prepared(model, pack)
         expected = logits_of(view, ids)
         with engine_mode():
-            count = fuse_layers(view, load_kernels(), CPU)
+            count = fuse_layers(view, load_kernels(), CPU, 256)
         # heads' norms multiply in fp32 under autocast: those layers stay plain
         assert count == (0 if (name, mode) == ("qwen3_wide", "autocast") else 2)
         found = logits_of(view, ids)
@@ -87,32 +89,127 @@ def test_fused_layers_compute_the_same(name: str, pack: bool, mode: str) -> None
     assert (found.float() - expected.float()).abs().max() <= tolerance * size
 
 
-def test_a_layer_that_computes_something_else_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def count_fused(model: nn.Module) -> int:
+    view = make_prepared(model)
+    with engine_mode():
+        return fuse_layers(view, load_kernels(), CPU, 256)
+
+
+def spiked(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """With one hidden channel a thousand times the others, as trained models have them."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 300.0
+    return model.to(dtype)
+
+
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_computes_something_else_is_left_alone(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     """Granite's modules have the same names, but its residuals are scaled."""
-    settings = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "initializer_range": 0.3,
-        "pad_token_id": None,
-    }
-    kernels = load_kernels()
-    scaled = make_prepared(GraniteForCausalLM(GraniteConfig(**settings, residual_multiplier=0.3)).eval())
-    with caplog.at_level(logging.INFO, logger="rollout"), engine_mode():
-        assert fuse_layers(scaled, kernels, CPU) == 0
+    with caplog.at_level(logging.INFO, logger="rollout"):
+        scaled = GraniteForCausalLM(GraniteConfig(**SMALL, residual_multiplier=0.22)).eval()
+        assert count_fused(spiked(scaled, dtype)) == 0
     assert "GraniteDecoderLayer is not fused: ValueError: its results differ" in caplog.text
-    neutral = make_prepared(GraniteForCausalLM(GraniteConfig(**settings)).eval())
-    with engine_mode():
-        assert fuse_layers(neutral, kernels, CPU) == 2  # a multiplier of 1 is no difference
+    assert "0 of 2 decoder layers are fused" in caplog.text
+    neutral = GraniteForCausalLM(GraniteConfig(**SMALL)).eval()
+    assert count_fused(spiked(neutral, dtype)) == 2  # a multiplier of 1 is no difference
 
 
-def test_another_activation_is_seen() -> None:
-    view = make_prepared(TINY_MODELS["llama_wide"](hidden_act="gelu"))
-    with engine_mode():
-        assert fuse_layers(view, load_kernels(), CPU) == 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_activation_is_seen(dtype: torch.dtype) -> None:
+    model = TINY_MODELS["llama_wide"](hidden_act="gelu")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.zero_()  # as some models start: nothing of the MLP shows
+    assert count_fused(spiked(model, dtype)) == 0
+
+
+def test_queries_that_change_at_far_positions_are_seen() -> None:
+    """Ministral 3 scales queries from a position on; before it, its layers are Llama's."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "llama_4_scaling_beta": 0.1,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    config = Ministral3Config(**SMALL, head_dim=32, max_position_embeddings=256, rope_parameters=rope)
+    assert count_fused(Ministral3ForCausalLM(config).eval()) == 0
+
+
+def test_a_tensor_of_the_layers_own_is_not_overlooked() -> None:
+    """A gate that is 1 today is something else after a step."""
+    model = TINY_MODELS["llama_wide"]()
+    model.model.layers[0].gate = nn.Parameter(torch.ones(1))
+    assert count_fused(model) == 1
+
+
+def test_a_model_that_cannot_be_tried_keeps_its_layers(caplog: pytest.LogCaptureFixture) -> None:
+    class Peeking(nn.Module):
+        """Looks into its first layer, which is a stranger during the trial."""
+
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **kwargs: object) -> object:
+            assert self.model.model.layers[0].hidden_size == 64
+            return self.model(**kwargs)
+
+    view = Peeking(make_prepared(TINY_MODELS["llama_wide"]()))
+    with caplog.at_level(logging.INFO, logger="rollout"), engine_mode():
+        assert fuse_layers(view, load_kernels(), CPU, 256) == 0
+    assert "no layer is fused: AttributeError" in caplog.text
+    assert not any(isinstance(module, (FusedLayer, Trial)) for module in view.modules())
+
+
+def test_the_trial_changes_nothing_of_the_model() -> None:
+    model = TINY_MODELS["qwen3_wide"]()
+    before = {name: (p.clone(), p._version) for name, p in model.named_parameters()}
+    state = torch.random.get_rng_state()
+    assert count_fused(model) == 2
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name][0]) and parameter._version == before[name][1]
+
+
+@pytest.mark.parametrize("target", ["q_proj", "down_proj"])
+def test_adapters_around_linears_of_fused_layers(target: str) -> None:
+    """Added, trained, switched off and on: always what the trainer's own forward gives."""
+    model = TINY_MODELS["llama_wide"]()
+    engine = RolloutEngine(model)
+    params = SamplingParams(max_new_tokens=8, temperature=0)
+    engine.generate([[5, 6, 7]], params)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[target]))
+    engine = RolloutEngine(tuned)
+    assert sum(isinstance(module, FusedLayer) for module in engine._weights.view.modules()) == 2
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(1))
+    for completion in engine.generate([[5, 6, 7]], params):
+        assert_logprobs(tuned, completion)
+        assert_greedy(tuned, completion)
+    with tuned.disable_adapter():
+        for completion in engine.generate([[5, 6, 7]], params):
+            assert_logprobs(tuned, completion)
 
 
 def test_a_weight_changed_in_place_is_used() -> None:

@@ -1,6 +1,9 @@
 """The compiled kernels against the torch operators they stand for, and how they are compiled."""
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.native import HEAD_DIMS, BuildError, Kernels, build, chosen_kernels, load_kernels
+from rollout.native import kernels as kernels_room
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -265,6 +269,17 @@ def test_candidates_hold_all_that_is_kept(
         assert kept <= set(ranked[:count])
 
 
+def test_candidates_at_an_extreme_temperature_stay_inside_the_vocabulary(kernels: Kernels) -> None:
+    logits = torch.full((1, 70), -torch.inf)
+    logits[0, :5] = torch.arange(5.0)
+    heat = torch.tensor([3e38])
+    peak, mass = kernels.spread(logits, heat, 64)
+    for top_k in (3, 50):
+        limits = torch.tensor([top_k]), torch.tensor([torch.inf], dtype=torch.float64)
+        ids, counts = kernels.candidates(logits, peak, mass, heat, *limits, 64, 64)
+        assert counts[0] == -1 or ids[0, : counts[0]].max() < 5
+
+
 def test_candidates_are_found_for_what_models_say(kernels: Kernels) -> None:
     """Giving up is allowed, so it must be shown that it is rare: here 40 tokens share the mass."""
     logits = randn(8, 50_000)
@@ -291,17 +306,18 @@ def test_timing_adds_up_by_function_and_ends(kernels: Kernels) -> None:
 def test_without_a_compiler_torch_serves_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    load_kernels.cache_clear()
+    kernels_room._load_once.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     try:
         with caplog.at_level(logging.WARNING, logger="rollout"):
             assert chosen_kernels("auto", CPU) is None
-        assert "no-such-compiler is not on the path; install g++ or set CXX" in caplog.text
+            assert chosen_kernels("auto", CPU) is None
+        assert caplog.text.count("no-such-compiler is not on the path; install g++ or set CXX") == 1
         with pytest.raises(BuildError, match="no-such-compiler"):
             chosen_kernels(True, CPU)
         assert chosen_kernels(False, CPU) is None
     finally:
-        load_kernels.cache_clear()
+        kernels_room._load_once.cache_clear()
 
 
 def test_kernels_are_for_the_cpu() -> None:
@@ -321,6 +337,33 @@ def test_a_failing_compiler_leaves_nothing_and_is_quoted(
     with pytest.raises(BuildError, match="no AVX today"):
         build.load_library()
     assert list((tmp_path / "cache" / "rollout").iterdir()) == []
+
+
+def test_a_user_without_a_home_gets_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(build, "user_cache_dir", no_home)
+    with pytest.raises(BuildError, match="Could not determine home directory"):
+        build.load_library()
+
+
+def test_the_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ -m64")
+    assert build.find_compiler() == ["g++", "-m64"]
+    monkeypatch.setenv("CXX", "")
+    assert build.find_compiler() == ["g++"]
+
+
+def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
+    code = "from rollout.native import load_kernels; load_kernels(); print('made')"
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=300)[0].strip() for process in running] == ["made", "made"]
+    assert len(list((tmp_path / "rollout").iterdir())) == 1
 
 
 def test_the_library_is_made_once(kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from tqdm.auto import tqdm
 
-from rollout.bench.peers import WARM_UP_TOKENS, Peer
+from rollout.bench.peers import FEW_REQUESTS, WARM_UP_TOKENS, Peer
 from rollout.bench.workloads import Workload
 from rollout.native import chosen_kernels
 
@@ -57,7 +57,7 @@ def measure(
             for name, make in peers.items():
                 bar.set_postfix_str(f"{name}: choosing and warming up")
                 made[name] = make()
-                _run(made[name], workload.shortened(WARM_UP_TOKENS))
+                _run(made[name], workload.shortened(WARM_UP_TOKENS, FEW_REQUESTS))
                 bar.update()
             for _ in range(rounds):
                 for name, peer in made.items():

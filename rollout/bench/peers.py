@@ -18,6 +18,7 @@ from rollout.types import RolloutMetrics, SamplingParams
 
 WARM_UP_TOKENS = 4
 CHOOSING_TOKENS = 8
+FEW_REQUESTS = 16
 """Length of the requests on which a peer's setting is chosen."""
 PAGE_SIZES = (32, 256)
 BATCH_SIZES = (16, 64, 128)
@@ -125,9 +126,11 @@ class TransformersPeer:
         self._own = {name for name in NEUTRAL if len({kind[name] for kind in kinds}) > 1}
         self._common = NEUTRAL | {k: v for kind in kinds for k, v in kind.items() if v != NEUTRAL[k]}
         self._manager: Any = None
-        self._short = workload.shortened(WARM_UP_TOKENS)
+        # few requests: it computes a prompt for each of its samples, which takes minutes for long ones
+        self._short = workload.shortened(WARM_UP_TOKENS, FEW_REQUESTS)
+        choosing = workload.shortened(CHOOSING_TOKENS, FEW_REQUESTS)
         try:
-            self.page_size = _best(PAGE_SIZES, self._start, self.run, workload)
+            self.page_size = _best(PAGE_SIZES, self._start, self.run, choosing)
         finally:
             self.close()  # its thread would keep the process alive
 
@@ -196,8 +199,9 @@ class GeneratePeer:
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
         self._model, self._changes = model, WeightChanges(model)
         self.batch_size = 0
+        choosing = workload.shortened(CHOOSING_TOKENS)
         sizes = [size for size in BATCH_SIZES if size < len(workload.requests)]
-        self.batch_size = _best((*sizes, len(workload.requests)), self._use, self.run, workload)
+        self.batch_size = _best((*sizes, len(workload.requests)), self._use, self.run, choosing)
 
     @property
     def setting(self) -> str:
@@ -258,12 +262,11 @@ def _kind(params: SamplingParams) -> tuple[tuple[str, float], ...]:
 def _best(
     settings: Sequence[int], use: Callable[[int], None], run: Callable[[Workload], float], workload: Workload
 ) -> int:
-    """The setting under which a short version of the workload runs fastest."""
+    """The setting under which the workload runs fastest."""
     if len(settings) == 1:
         return settings[0]
-    short = workload.shortened(CHOOSING_TOKENS)
     seconds = {}
     for setting in settings:
         use(setting)
-        seconds[setting] = run(short)
+        seconds[setting] = run(workload)
     return min(settings, key=seconds.__getitem__)

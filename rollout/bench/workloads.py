@@ -7,6 +7,7 @@ drawn once with a fixed seed; chat prompts have about 40 tokens.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -46,13 +47,18 @@ class Workload:
         pairs = zip(self.prompts, self.samples, strict=True)
         return [(prompt, i, params) for prompt, row in pairs for i, params in enumerate(row)]
 
-    def shortened(self, cap: int) -> "Workload":
-        """The same requests once, with at most ``cap`` tokens each: for warming up and choosing."""
+    def shortened(self, cap: int, most_requests: int | None = None) -> "Workload":
+        """The same requests once, or the first of them, with at most ``cap`` tokens each: for warming up
+        and choosing."""
         samples = tuple(
             tuple(replace(params, max_new_tokens=min(params.max_new_tokens, cap)) for params in row)
             for row in self.samples
         )
-        return replace(self, samples=samples, num_rollouts=1)
+        if most_requests is not None:
+            ends = list(accumulate(len(row) for row in samples))
+            left = [max(0, most_requests - end + len(row)) for end, row in zip(ends, samples, strict=True)]
+            samples = tuple(row[:n] for row, n in zip(samples, left, strict=True) if n > 0)
+        return replace(self, prompts=self.prompts[: len(samples)], samples=samples, num_rollouts=1)
 
 
 def chat_prompts(tokenizer: PreTrainedTokenizerBase, count: int) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""Compiled CPU kernels: what a decoder layer does besides its linears, in a few passes over memory."""
+"""Compiled CPU kernels: what a decoder layer does besides its linears, and what a draw reads of logits."""
 
 from rollout.native.build import BuildError
 from rollout.native.kernels import HEAD_DIMS, KINDS, LANES, Kernels, chosen_kernels, load_kernels

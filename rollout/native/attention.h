@@ -25,13 +25,13 @@ struct AttentionCall {
 
 // Sixteen vectors to the vector of their sixteen sums, in four rounds of adding neighbours.
 static inline vf sum_each(vf* v) {
+    const vi even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
 #pragma GCC unroll 4
     for (int count = 8; count > 0; count /= 2)
 #pragma GCC unroll 8
         for (int i = 0; i < count; i++) {
             vf x = v[2 * i], y = v[2 * i + 1];
-            v[i] = __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-                   __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+            v[i] = __builtin_shuffle(x, y, even) + __builtin_shuffle(x, y, even + 1);
         }
     return v[0];
 }

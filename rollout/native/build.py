@@ -1,14 +1,15 @@
 """Compiles the C++ sources beside this file, once per source, compiler and CPU.
 
 The library is made for the very CPU it runs on (``-march=native``), so it is kept in the user's cache
-under a name that says all of that. It uses the OpenMP runtime that torch has loaded: one pool of
-threads, sized by ``torch.set_num_threads``.
+under a name that says all of that. Compiled by GCC it uses the OpenMP runtime that torch has loaded:
+one pool of threads, sized by ``torch.set_num_threads``.
 """
 
 import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -18,7 +19,7 @@ from rollout.paths import user_cache_dir
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
-COMPILERS = ("g++", "clang++")
+COMPILER = "g++"
 COMPILE_SECONDS = 300
 
 
@@ -29,41 +30,42 @@ class BuildError(RuntimeError):
 def load_library() -> ctypes.CDLL:
     """The compiled library, made now if the cache does not hold it (about 4 seconds).
 
-    ``CXX`` names the compiler; else g++ or clang++ is taken.
+    ``CXX`` names another compiler than g++, with arguments if it needs any.
 
     Raises:
-        BuildError: there is no compiler, or it fails.
+        BuildError: there is no compiler, or it fails, or there is nowhere to keep what it makes.
     """
-    compiler = find_compiler()
-    target = user_cache_dir() / f"kernels-{_fingerprint(compiler)}.so"
-    if not target.is_file():
-        _compile(compiler, target)
     try:
+        compiler = find_compiler()
+        target = user_cache_dir() / f"kernels-{_fingerprint(compiler)}.so"
+        if not target.is_file():
+            _compile(compiler, target)
         return ctypes.CDLL(str(target))
-    except OSError as error:
-        raise BuildError(f"{target} cannot be loaded: {error}") from error
+    except BuildError:
+        raise
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home
+        raise BuildError(f"the kernels could not be made: {type(error).__name__}: {error}") from error
 
 
-def find_compiler() -> str:
-    """Path of the C++ compiler.
+def find_compiler() -> list[str]:
+    """The command of the C++ compiler.
 
     Raises:
-        BuildError: none is found.
+        BuildError: it is not found.
     """
-    names = (os.environ["CXX"],) if "CXX" in os.environ else COMPILERS
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    if found is None:
-        raise BuildError(f"no C++ compiler: {' or '.join(names)} is not on the path; install g++ or set CXX")
-    return found
+    command = shlex.split(os.environ.get("CXX", "")) or [COMPILER]
+    if shutil.which(command[0]) is None:
+        raise BuildError(f"there is no C++ compiler: {command[0]} is not on the path; install g++ or set CXX")
+    return command
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: list[str]) -> str:
     """Of everything that the library depends on."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.glob("*.h")) + sorted(SOURCES.glob("*.cpp")):
         digest.update(source.read_bytes())
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=60).stdout
-    digest.update(version + " ".join(FLAGS).encode() + _cpu().encode())
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False, timeout=60).stdout
+    digest.update(version + " ".join((*compiler, *FLAGS)).encode() + _cpu().encode())
     return digest.hexdigest()[:16]
 
 
@@ -77,18 +79,13 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: list[str], target: Path) -> None:
     """Compile to a temporary name and move it into place: other processes may do the same."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as work:
-            made = Path(work) / "kernels.so"
-            command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(made)]
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS
-            )
-            if done.returncode != 0:
-                raise BuildError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-            made.replace(target)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"the kernels could not be compiled into {target.parent}: {error}") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        made = Path(work) / "kernels.so"
+        command = [*compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS)
+        if done.returncode != 0:
+            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        made.replace(target)

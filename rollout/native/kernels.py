@@ -32,8 +32,8 @@ KINDS = {
 """(dtype of residuals, norms and angles; dtype of the linears' outputs) that there is code for."""
 
 
-class AttentionCall(ctypes.Structure):
-    """The arguments of one attention, as in ``attention.h``."""
+class AttentionArguments(ctypes.Structure):
+    """The arguments of one attention, ``AttentionCall`` of ``attention.h``."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("out", "query", "keys", "values", "pages", "seen", "sinks")),
@@ -45,10 +45,10 @@ class AttentionCall(ctypes.Structure):
 
 
 class Kernels:
-    """Element-wise parts of a decoder layer and paged attention, on CPU tensors without gradients.
+    """Parts of a decoder layer, paged attention and the passes of a draw, on CPU tensors without gradients.
 
-    Each function equals the torch operators it stands for, up to the order of sums and an exp that
-    is good to 2e-7; bf16 results are rounded where eager torch rounds.
+    Each function equals the torch operators it stands for, up to the order of sums, fused
+    multiply-adds and an exp that is good to 2e-7; bf16 results are rounded where eager torch rounds.
 
     Example::
 
@@ -66,7 +66,7 @@ class Kernels:
             "store": _typed(
                 library.rollout_store, pointer, pointer, i64, pointer, i64, pointer, i64, pointer, *[i64] * 3
             ),
-            "attend": _typed(library.rollout_attend, int_, ctypes.POINTER(AttentionCall), i64),
+            "attend": _typed(library.rollout_attend, int_, ctypes.POINTER(AttentionArguments), i64),
             "spread": _typed(library.rollout_spread, int_, *[pointer] * 3, i64, pointer, i64, i64, i64),
             "candidates": _typed(
                 library.rollout_candidates, int_, *[pointer] * 3, i64, *[pointer] * 6, *[i64] * 4
@@ -139,7 +139,8 @@ class Kernels:
         assert x.shape[0] == tokens and x.shape[1] >= heads * size and x.stride(1) == 1
         assert size % (2 * LANES) == 0 and size <= MAX_HEAD_DIM
         assert cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype
-        assert norms is None or all(norm.dtype == x.dtype == cos.dtype for norm in norms)
+        assert norms is None or all(n.dtype == x.dtype == cos.dtype and n.shape == (size,) for n in norms)
+        assert sin.shape == cos.shape and x.device.type == "cpu"
         out = torch.empty((tokens, heads, size), dtype=x.dtype)
         query_norm, key_norm = (None, None) if norms is None else (norm.data_ptr() for norm in norms)
         self._functions["rotate"](
@@ -162,7 +163,12 @@ class Kernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` of ``[T, 2 * D]``, the gates first: ``[T, D]``."""
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        assert gate_up.is_contiguous() and gate_up.shape[1] == 2 * size and size % LANES == 0
+        assert (
+            gate_up.device.type == "cpu"
+            and gate_up.is_contiguous()
+            and gate_up.shape[1] == 2 * size
+            and size % LANES == 0
+        )
         out = torch.empty((tokens, size), dtype=gate_up.dtype)
         self._functions["silu_mul"](
             _kind(gate_up.dtype, gate_up.dtype), out.data_ptr(), gate_up.data_ptr(), tokens, size
@@ -179,7 +185,8 @@ class Kernels:
         """
         tokens, heads, size = key.shape
         assert keys.shape == values.shape and keys.is_contiguous() and values.is_contiguous()
-        assert key.shape == value.shape and slots.shape == (tokens,)
+        assert key.shape == value.shape and (heads, size) == (keys.shape[0], keys.shape[3])
+        assert slots.shape == (tokens,) and slots.dtype == torch.int64 and slots.is_contiguous()
         assert key.dtype == value.dtype == keys.dtype == values.dtype
         key, value = (_with_whole_tokens(x) for x in (key, value))
         width = keys.element_size()
@@ -224,9 +231,13 @@ class Kernels:
         assert size in HEAD_DIMS and keys.shape == values.shape and keys.dtype == values.dtype == query.dtype
         assert keys.is_contiguous() and values.is_contiguous() and pages.is_contiguous()
         assert pages.shape[0] == rows and seen.shape == (rows, 2) and seen.is_contiguous()
+        assert pages.dtype == seen.dtype == torch.int64 and query.device.type == "cpu"
+        assert keys.shape[3] == size and heads % keys.shape[0] == 0
+        if sinks is not None:
+            assert sinks.shape == (heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous()
         query = _with_whole_tokens(query)
         out = torch.empty((rows, heads, size), dtype=query.dtype)
-        call = AttentionCall(
+        call = AttentionArguments(
             out.data_ptr(),
             query.data_ptr(),
             keys.data_ptr(),
@@ -260,7 +271,8 @@ class Kernels:
         ``exp((logit - peak) / temperature)`` over blocks, [R, ceil(V / block)] float32.
         """
         rows, vocab = logits.shape
-        assert logits.stride(1) == 1 and block % LANES == 0
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        assert logits.device.type == "cpu" and block % LANES == 0
         assert temperature.shape == (rows,) and temperature.dtype == torch.float32
         temperature = temperature.contiguous()
         peak = torch.empty(rows, dtype=torch.float32)
@@ -303,7 +315,10 @@ class Kernels:
         rising id. A count is -1 where ``most`` are not enough.
         """
         rows, vocab = logits.shape
-        assert logits.stride(1) == 1 and mass.is_contiguous() and mass.dtype == peak.dtype == torch.float32
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        assert (
+            logits.device.type == "cpu" and mass.is_contiguous() and mass.dtype == peak.dtype == torch.float32
+        )
         assert mass.shape == (rows, -(-vocab // block))
         temperature, peak = temperature.contiguous(), peak.contiguous()
         top_k, top_p, total = top_k.contiguous(), top_p.contiguous(), mass.sum(dim=-1, dtype=torch.float64)
@@ -344,21 +359,31 @@ def chosen_kernels(mode: bool | str, device: torch.device) -> Kernels | None:
         raise ValueError(f"native_kernels=True needs a model on the CPU, this one is on {device}")
     try:
         return load_kernels()
-    except BuildError as error:
+    except BuildError:
         if mode is True:
             raise
-        logger.warning("no compiled kernels, torch's own operators are used: %s", error)
         return None
 
 
-@functools.cache
 def load_kernels() -> Kernels:
     """The compiled functions; made once per process.
 
     Raises:
-        BuildError: they cannot be compiled.
+        BuildError: they cannot be compiled, which is not tried again.
     """
-    return Kernels(load_library())
+    made = _load_once()
+    if isinstance(made, BuildError):
+        raise made
+    return made
+
+
+@functools.cache
+def _load_once() -> Kernels | BuildError:
+    try:
+        return Kernels(load_library())
+    except BuildError as error:
+        logger.warning("no compiled kernels, torch's own operators are used: %s", error)
+        return error
 
 
 def _typed(function: Any, *argtypes: Any) -> Callable[..., Any]:
@@ -387,6 +412,7 @@ def _with_whole_tokens(x: Tensor) -> Tensor:
 def _last(x: Tensor, weight: Tensor) -> int:
     size = x.shape[-1]
     assert weight.shape == (size,) and weight.dtype == x.dtype and size % LANES == 0
+    assert weight.is_contiguous() and x.device.type == "cpu"
     return size
 
 

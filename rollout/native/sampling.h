@@ -73,7 +73,7 @@ static Census take_census(const T* x, const float* block_mass, const float* gap,
         for (int64_t i = b * block; i < std::min(vocab, (b + 1) * block); i += LANES) {
             const vf v = read(x, i, vocab), weight = exp((v - peak) / heat);
             for (int l = 0; l < LEVELS; l++) {
-                const vi is_in = v >= splat(peak - heat * gap[l]);
+                const vi is_in = (v >= splat(peak - heat * gap[l])) & (v > splat(-INFINITY));
                 mass[l] += is_in ? weight : splat(0.0f);
                 count[l] -= is_in;  // true is -1
             }
@@ -93,6 +93,7 @@ static Census take_census(const T* x, const float* block_mass, const float* gap,
 template <class T>
 static int64_t find_candidates(int64_t* ids, const T* x, const float* block_mass, float peak, float heat,
                                Limit limit, double total, int64_t vocab, int64_t block, int64_t most) {
+    if (limit.top_k == 0 && limit.top_p >= 1) return -1;
     const int64_t enough = std::max<int64_t>(64, 2 * limit.top_k);
     float gap[LEVELS] = {0.5f, 1, 2, 3.5f, 5.5f, 8, 11, 15}, low = 0, high = -1;
     for (int pass = 0; pass < 4; pass++) {
@@ -118,7 +119,7 @@ static int64_t find_candidates(int64_t* ids, const T* x, const float* block_mass
         for (int64_t i = b * block; i < std::min(vocab, (b + 1) * block); i += LANES) {
             const vf v = read(x, i, vocab);
             for (int j = 0; j < LANES; j++)
-                if (v[j] >= lowest) found.emplace_back(-v[j], i + j);
+                if (v[j] >= lowest && v[j] > -INFINITY) found.emplace_back(-v[j], i + j);
         }
         if (int64_t(found.size()) > most) return -1;
     }

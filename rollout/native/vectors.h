@@ -1,4 +1,4 @@
-// Sixteen floats at a time, in GCC's and Clang's portable vector types: the compiler maps them to
+// Sixteen floats at a time, in GCC's portable vector types: the compiler maps them to
 // whatever the CPU has. Numbers are float32 in registers; in memory they are float32 or bfloat16.
 #pragma once
 
