@@ -117,14 +117,6 @@ class PackedLinears:
         if self._seen is not None:
             self._seen.append((member, input))
 
-    def serves(self, dtype: torch.dtype, rows: int) -> bool:
-        """Whether a product of so many rows in ``dtype`` is faster on a packed copy."""
-        if dtype not in PACKED_DTYPES:
-            return False
-        if HAS_BF16:
-            return True
-        return rows >= MIN_PACKED_ROWS and (dtype != torch.float32 or rows <= MAX_PACKED_FP32_ROWS)
-
     def release(self) -> None:
         """Give the copies' memory back; they are made again when next used."""
         for group in self._groups():
@@ -181,6 +173,14 @@ class LinearGroup:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, packed.bias, "none", [], "")
         return out if out.dtype == dtype else out.to(dtype)
 
+    def serves(self, dtype: torch.dtype, rows: int) -> bool:
+        """Whether a product of so many rows in ``dtype`` is faster on the packed copy."""
+        if dtype not in PACKED_DTYPES:
+            return False
+        if HAS_BF16:
+            return True
+        return rows >= MIN_PACKED_ROWS and (dtype != torch.float32 or rows <= MAX_PACKED_FP32_ROWS)
+
     def is_made_of(self, modules: Sequence[nn.Module]) -> bool:
         """Whether these modules, in this order, are the members."""
         return [id(member) for member in self._members] == [id(module) for module in modules]
@@ -221,22 +221,21 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in] -> [..., out]`` in the dtype that ``nn.Linear`` would give here."""
         self._owner.note(self, input)
-        dtype = self.packed_dtype(input)
-        if dtype is None:
+        dtype, rows = self.output_dtype(), input.numel() // self.in_features
+        if not self.group.serves(dtype, rows):
             return linear(input, self.weight, self.bias)
         return self.group.output(self, input, dtype)
 
-    def packed_dtype(self, input: Tensor) -> torch.dtype | None:
-        """The dtype of the output if the packed copy serves this input, else ``None``."""
-        rows = input.numel() // self.in_features
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else self.weight.dtype
-        return dtype if self._owner.serves(dtype, rows) else None
+    def output_dtype(self) -> torch.dtype:
+        """The dtype that ``nn.Linear`` would give now."""
+        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else self.weight.dtype
 
 
 class JointLinear:
-    """Several linears on one input as one callable: ``[..., in] -> [..., sum of out]``.
+    """Several linears on one input as one callable: ``[T, in] -> [T, sum of out]``.
 
     One product where they are packed together, one each where not (an adapter around one of them).
+    Made for the autocast of the moment, like whatever the engine finds out about a view.
 
     Example::
 
@@ -246,16 +245,15 @@ class JointLinear:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = tuple(modules)
+        self._group: LinearGroup | None = None
         first = self._modules[0]
-        self._packed: PackedLinear | None = None
         if isinstance(first, PackedLinear) and first.group.is_made_of(modules):
-            self._packed = first
+            self._group, self._dtype = first.group, first.output_dtype()
 
     def __call__(self, input: Tensor) -> Tensor:
         """See the class."""
-        packed = self._packed
-        if packed is not None and (dtype := packed.packed_dtype(input)) is not None:
-            return packed.group.joint_output(input, dtype)
+        if self._group is not None and self._group.serves(self._dtype, input.shape[0]):
+            return self._group.joint_output(input, self._dtype)
         outputs = [module(input) for module in self._modules]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
