@@ -26,7 +26,7 @@ from rollout.native import Kernels, chosen_kernels
 from rollout.packing import PackedLinears
 from rollout.probe import ModelPlan, eos_token_ids, position_limit, probe, single_device
 from rollout.requests import Prompt, Repeats, RequestBuilder, params_per_prompt, refused_completions
-from rollout.results import RolloutBatch, raise_failures, warn_when_truncated
+from rollout.results import Progress, RolloutBatch, raise_failures, warn_when_truncated
 from rollout.runner import engine_mode, forward, set_attention
 from rollout.sampling import SamplingRow, draw
 from rollout.scheduler import Scheduler
@@ -103,6 +103,11 @@ class RolloutEngine:
         return self._model
 
     @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return self._device
+
+    @property
     def weight_version(self) -> int:
         """Version of the weights seen last: 0 at construction, one more at each change."""
         return self._weights.version
@@ -154,7 +159,7 @@ class RolloutEngine:
             for request_id, _ in wanted:
                 self.cancel_request(request_id)
             ours = {request_id for request_id, _ in wanted}
-            self._finished = [c for c in self._take_finished() if c.request_id not in ours]
+            self._finished = [c for c in self.take_finished() if c.request_id not in ours]
             raise
         finally:
             self._is_noticed = False
@@ -186,6 +191,13 @@ class RolloutEngine:
         self._scheduler.finish_all(self._scheduler.live(request_id), FinishReason.CANCELLED)
         return True
 
+    def progress(self, request_id: str) -> list[Progress]:
+        """What the unfinished samples of a request have so far; empty for an unknown id."""
+        return [
+            Progress(s.index, s.is_running, s.generated_ids, tuple(s.logprobs))
+            for s in self._scheduler.live(request_id)
+        ]
+
     def step(self) -> list[Completion]:
         """Run one step and return the completions that ended since the last call.
 
@@ -196,7 +208,13 @@ class RolloutEngine:
             self._advance()
         finally:
             torch.clear_autocast_cache()
-        return self._take_finished()
+        return self.take_finished()
+
+    def take_finished(self) -> list[Completion]:
+        """The completions that ended since the last call or :meth:`step`, without another step."""
+        completions = self._finished + [s.completion() for s in self._scheduler.take_finished()]
+        self._finished = []
+        return completions
 
     def refresh_weights(self) -> int:
         """Start a new weight version without looking for a change. Returns it."""
@@ -291,7 +309,7 @@ class RolloutEngine:
             try:
                 while missing:
                     self._advance()
-                    for completion in self._take_finished():
+                    for completion in self.take_finished():
                         if completion.request_id in ours:
                             done.setdefault(completion.request_id, []).append(completion)
                             missing -= 1
@@ -346,11 +364,6 @@ class RolloutEngine:
             drawn = draw(logits, rows, batch.logit_rows, self._kernels) if drawing else ()
         with self._meter.stage("commit"):
             commit(self._scheduler, plan, drawing, drawn, self.weight_version, self._requests.position_limit)
-
-    def _take_finished(self) -> list[Completion]:
-        completions = self._finished + [s.completion() for s in self._scheduler.take_finished()]
-        self._finished = []
-        return completions
 
     def _ensure_capacity(self) -> None:
         if self._is_sized:

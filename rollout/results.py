@@ -19,6 +19,17 @@ logger = logging.getLogger("rollout")
 NO_VERSION = -1  # below every weight version, so that padding cannot be taken for a drawn token
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What an unfinished sample has so far."""
+
+    index: int
+    is_running: bool
+    """Whether it has been started and was not sent back to the queue."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutTensors:
     """A batch as a trainer takes it: prompts padded on the left, completions on the right."""

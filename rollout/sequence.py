@@ -96,6 +96,16 @@ class Sequence:
         return len(self.ids) - len(self.request.prompt_ids)
 
     @property
+    def generated_ids(self) -> tuple[int, ...]:
+        """Tokens drawn so far."""
+        return tuple(self.ids[len(self.request.prompt_ids) :])
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it holds pages."""
+        return self.state is SequenceState.RUNNING
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens that still have to go through the model; 1 for a sequence that decodes."""
         return len(self.ids) - self.num_computed
@@ -125,7 +135,7 @@ class Sequence:
             request_id=self.request.request_id,
             index=self.index,
             prompt_ids=self.request.prompt_ids,
-            token_ids=tuple(self.ids[len(self.request.prompt_ids) :]),
+            token_ids=self.generated_ids,
             logprobs=tuple(self.logprobs),
             policy_logprobs=tuple(self.policy_logprobs),
             log_kept_mass=tuple(self.log_kept_mass),

@@ -94,6 +94,8 @@ ALLOWED: dict[str, set[str]] = {
         "types",
         "weights",
     },
+    "outputs": {"types"},
+    "manager": {"engine", "outputs", "requests", "types"},
     "": {"config", "engine", "results", "types"},  # rollout/__init__.py
     "bench.workloads": {"types"},
     "bench.limits": {"bench.workloads"},
@@ -116,6 +118,7 @@ MAY_IMPORT_TRANSFORMERS = {
     "cli",
     "demo_model",
     "engine",
+    "outputs",
     "probe",
     "requests",
     "weights",
