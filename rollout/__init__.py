@@ -1,6 +1,7 @@
 """Rollouts for reinforcement learning, generated on the very parameters being trained."""
 
 from rollout.config import EngineConfig
+from rollout.drop_in import attach, detach
 from rollout.engine import RolloutEngine
 from rollout.results import RolloutBatch, RolloutTensors
 from rollout.types import (
@@ -27,4 +28,6 @@ __all__ = [
     "RolloutTensors",
     "SamplingParams",
     "UnsupportedModelError",
+    "attach",
+    "detach",
 ]

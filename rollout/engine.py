@@ -108,6 +108,15 @@ class RolloutEngine:
         return self._device
 
     @property
+    def position_limit(self) -> int:
+        """Tokens of a sequence, prompt included, at the most."""
+        return self._requests.position_limit
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; raises as :meth:`add_request` does."""
+        return self._requests.encode(prompt)
+
+    @property
     def weight_version(self) -> int:
         """Version of the weights seen last: 0 at construction, one more at each change."""
         return self._weights.version

@@ -140,7 +140,7 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         """``[1, T, D] -> [1, T, D]``; without what else transformers passes the trial saw no difference."""
         kernels = self._kernels
-        cos, sin = position_embeddings[0][0], position_embeddings[1][0]
+        cos, sin = position_embeddings
         queries, keys, dim = self._num_queries, self._num_keys, cos.shape[-1]
         hidden = hidden_states[0]
         qkv = self._qkv(kernels.rms_norm(hidden, *self._input_norm))

@@ -67,12 +67,17 @@ class ContinuousBatchingManager:
 
     Args:
         engine: used by the loop's thread alone from :meth:`start` to the end of :meth:`stop`.
-        defaults: parameters of requests that bring none of their own.
+        defaults: parameters of requests that bring none of their own, or a function of the prompt that
+            gives them.
         max_queue_size: requests that wait for the loop to take them at the most; 0 for any number.
     """
 
     def __init__(
-        self, engine: RolloutEngine, defaults: SamplingParams | None = None, *, max_queue_size: int = 0
+        self,
+        engine: RolloutEngine,
+        defaults: SamplingParams | Callable[[Prompt], SamplingParams] | None = None,
+        *,
+        max_queue_size: int = 0,
     ) -> None:
         self._engine = engine
         self._defaults = defaults or SamplingParams()
@@ -230,7 +235,7 @@ class ContinuousBatchingManager:
             queue.Full: the queue stayed full for 10 seconds.
         """
         self._check_process()
-        chosen = self._params(max_new_tokens, eos_token_id, params)
+        chosen = self._params(input_ids, max_new_tokens, eos_token_id, params)
         with self._changed:
             if (denied := self._why_denied()) is not None:
                 logger.warning("%s; the request is not taken", denied)
@@ -328,6 +333,28 @@ class ContinuousBatchingManager:
     ) -> None:
         """Call ``callback`` with each output of a request, in the running event loop of the caller."""
         self._mail.register(request_id, (callback, asyncio.get_running_loop()))
+
+    def run_here(self) -> Iterator[GenerationOutput]:
+        """Answer all that is queued in the calling thread, and give outputs as they come.
+
+        Raises:
+            RuntimeError: the loop's thread is running.
+        """
+        self._check_process()
+        if self.is_running():
+            raise RuntimeError("the manager's thread is running; take its results by get_result()")
+        self._stopping, self.fatal_error = None, None
+        try:
+            while self._tickets:
+                self._turn()
+                while (output := self.get_result(timeout=0)) is not None:
+                    yield output
+        except BaseException as error:
+            self.fatal_error = error
+            raise
+        finally:
+            self._fail_all()
+            self.fatal_error = None
 
     # ---- the loop's thread
 
@@ -483,8 +510,13 @@ class ContinuousBatchingManager:
     # ---- small things
 
     def _params(
-        self, max_new_tokens: int | None, eos: int | Sequence[int] | None, given: dict[str, Any]
+        self,
+        prompt: Prompt,
+        max_new_tokens: int | None,
+        eos: int | Sequence[int] | None,
+        given: dict[str, Any],
     ) -> SamplingParams:
+        defaults = self._defaults(prompt) if callable(self._defaults) else self._defaults
         known = {f.name for f in dataclasses.fields(SamplingParams)}
         unknown = sorted(set(given) - known)
         if unknown:
@@ -495,11 +527,9 @@ class ContinuousBatchingManager:
         if eos is not None:
             ids = [eos] if isinstance(eos, int) else list(eos)
             values["ignore_eos"] = True
-            values["stop_token_ids"] = (
-                *given.get("stop_token_ids", self._defaults.stop_token_ids),
-                *(token for token in ids if token != -1),
-            )
-        return dataclasses.replace(self._defaults, **values)
+            kept = given.get("stop_token_ids", ())
+            values["stop_token_ids"] = (*kept, *(token for token in ids if token != -1))
+        return dataclasses.replace(defaults, **values)
 
     def _why_denied(self) -> str | None:
         if self.fatal_error is not None:

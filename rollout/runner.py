@@ -66,7 +66,6 @@ class PagedStep:
             softcap=None if softcap is None else float(cast(SupportsFloat, softcap)),
             sinks=sinks if isinstance(sinks, Tensor) else None,
         )
-        self.backend.store(call, pages, group.slots)
         return self.backend.attend(call, pages, group)
 
 

@@ -83,7 +83,7 @@ def test_rotation_of_queries_and_keys_side_by_side(
     joint = randn(tokens, (queries + 2 * keys) * size, dtype=dtype)
     cos, sin = randn(tokens, size, dtype=dtype, seed=1), randn(tokens, size, dtype=dtype, seed=2)
     norms = (randn(size, dtype=dtype, seed=3), randn(size, dtype=dtype, seed=4)) if has_norms else None
-    found = kernels.rotate(joint, queries, keys, cos, sin, norms, 1e-6)
+    found = kernels.rotate(joint, queries, keys, cos[None], sin[None], norms, 1e-6)
     heads = joint.view(tokens, -1, size)
     query, key = heads[:, :queries], heads[:, queries : queries + keys]
     if norms is not None:
@@ -93,7 +93,7 @@ def test_rotation_of_queries_and_keys_side_by_side(
 
 def test_rotation_under_autocast_rounds_once(kernels: Kernels) -> None:
     x, cos, sin = randn(9, 4 * 32, dtype=torch.bfloat16), randn(9, 32, seed=1), randn(9, 32, seed=2)
-    found = kernels.rotate(x, 3, 1, cos, sin)
+    found = kernels.rotate(x, 3, 1, cos[None], sin[None])
     assert_same(found, rotate(x.view(9, 4, 32), cos, sin).to(torch.bfloat16))
 
 
@@ -189,6 +189,19 @@ def test_paged_attention_is_softmax_attention(kernels: Kernels, case: dict[str, 
     # a row is the same whatever comes with it
     alone = kernels.attend(query[:1], keys, values, tables[:1], seen[:1], *arguments[4:])
     assert torch.equal(alone[0], found[0])
+
+
+def test_attention_may_store_the_rows_own_keys_first(kernels: Kernels) -> None:
+    pages = randn(2, 4, 4, 32), randn(2, 4, 4, 32, seed=1)
+    apart = pages[0].clone(), pages[1].clone()
+    key, value = randn(3, 2, 32, seed=2), randn(3, 2, 32, seed=3)
+    slots, tables = torch.tensor([5, 9, 15]), torch.tensor([[1], [2], [3]])
+    seen = torch.tensor([[0, 2], [0, 2], [0, 4]])
+    query = randn(3, 4, 32, seed=4)
+    together = kernels.attend(query, *pages, tables, seen, 0.2, new=(key, value, slots))
+    kernels.store(*apart, key, value, slots)
+    assert torch.equal(together, kernels.attend(query, *apart, tables, seen, 0.2))
+    assert torch.equal(pages[0], apart[0]) and torch.equal(pages[1], apart[1])
 
 
 def test_a_nan_key_spoils_its_own_row_alone(kernels: Kernels) -> None:

@@ -22,6 +22,8 @@ def test_the_package_offers_these_names() -> None:
         "RolloutTensors",
         "SamplingParams",
         "UnsupportedModelError",
+        "attach",
+        "detach",
     ]
     for name in rollout.__all__:
         assert getattr(rollout, name).__name__ == name

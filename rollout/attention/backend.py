@@ -21,7 +21,7 @@ class AttentionCall:
     query: Tensor
     """[T, N, H] in the cache's dtype."""
     key: Tensor
-    """[T, K, H], which ``AttentionBackend.store`` writes to the pages first."""
+    """[T, K, H], of the packed tokens."""
     value: Tensor
     """[T, K, H], the same."""
     scaling: float
@@ -38,11 +38,9 @@ class AttentionBackend(Protocol):
     """Whether decode rows come in buckets of similar length with a bias each; else all in one
     bucket, with the range of keys that each row sees."""
 
-    def store(self, call: AttentionCall, pages: LayerPages, slots: Tensor) -> None:
-        """Write the call's keys and values to ``slots`` ``[T] int64``, before :meth:`attend`."""
-
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
-        """Returns ``[T, N, H]`` (the value's head dim) in the query's dtype."""
+        """Write the call's keys and values to the batch's slots, then attend: ``[T, N, H]`` (the value's
+        head dim) in the query's dtype."""
 
 
 class TokenStep(Protocol):

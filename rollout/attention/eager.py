@@ -13,12 +13,9 @@ class EagerAttention:
 
     needs_masks = False
 
-    def store(self, call: AttentionCall, pages: LayerPages, slots: Tensor) -> None:
-        """See ``AttentionBackend``."""
-        pages.write(slots, call.key, call.value)
-
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
-        """Returns ``[T, N, H]``."""
+        """See ``AttentionBackend``."""
+        pages.write(batch.slots, call.key, call.value)
         rows = [self._attend_row(call, pages, row, batch.window) for row in batch.rows]
         return torch.cat(rows, dim=1).transpose(0, 1)
 

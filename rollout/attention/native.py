@@ -23,25 +23,28 @@ class NativeAttention:
         self._kernels = kernels
         self._prefill = SdpaAttention()
 
-    def store(self, call: AttentionCall, pages: LayerPages, slots: Tensor) -> None:
-        """See ``AttentionBackend``."""
-        self._kernels.store(pages.keys, pages.values, call.key, call.value, slots)
-
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
-        """Returns ``[T, N, H]``."""
-        if len(batch.buckets) == 1:
-            return self._attend(call, pages, batch.buckets[0])
+        """See ``AttentionBackend``."""
+        first = batch.buckets[0]
+        if len(batch.buckets) == 1 and first.kind is BucketKind.DECODE:
+            return self._decode(call, pages, first, (call.key, call.value, batch.slots))
+        self._kernels.store(pages.keys, pages.values, call.key, call.value, batch.slots)
         out = torch.empty(call.query.shape, dtype=call.query.dtype)
         for bucket in batch.buckets:
-            out[bucket.start : bucket.end] = self._attend(call, pages, bucket)
+            serve = self._decode if bucket.kind is BucketKind.DECODE else self._prefill.attend_bucket
+            out[bucket.start : bucket.end] = serve(call, pages, bucket)
         return out
 
-    def _attend(self, call: AttentionCall, pages: LayerPages, bucket: Bucket) -> Tensor:
-        if bucket.kind is not BucketKind.DECODE:
-            return self._prefill.attend_bucket(call, pages, bucket)
+    def _decode(
+        self,
+        call: AttentionCall,
+        pages: LayerPages,
+        bucket: Bucket,
+        new: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Tensor:
         assert bucket.pages is not None and bucket.seen is not None
         return self._kernels.attend(
-            call.query[bucket.start : bucket.end],
+            call.query if new is not None else call.query[bucket.start : bucket.end],
             pages.keys,
             pages.values,
             bucket.pages.view(bucket.num_rows, -1),
@@ -49,6 +52,7 @@ class NativeAttention:
             call.scaling,
             call.softcap,
             None if call.sinks is None else call.sinks.float().contiguous(),
+            new,
         )
 
 

@@ -22,12 +22,9 @@ class SdpaAttention:
 
     needs_masks = True
 
-    def store(self, call: AttentionCall, pages: LayerPages, slots: Tensor) -> None:
-        """See ``AttentionBackend``."""
-        pages.write(slots, call.key, call.value)
-
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
-        """Returns ``[T, N, H]``."""
+        """See ``AttentionBackend``."""
+        pages.write(batch.slots, call.key, call.value)
         if len(batch.buckets) == 1:
             return self.attend_bucket(call, pages, batch.buckets[0])
         out = call.query.new_empty(*call.query.shape[:2], call.value.shape[-1])
@@ -36,7 +33,7 @@ class SdpaAttention:
         return out
 
     def attend_bucket(self, call: AttentionCall, pages: LayerPages, bucket: Bucket) -> Tensor:
-        """Returns ``[end - start, N, H]``, the bucket's part."""
+        """Attention of one bucket, ``[end - start, N, H]``, once keys and values are in the pages."""
         return (self._decode if bucket.kind is BucketKind.DECODE else self._prefill)(call, pages, bucket)
 
     def _decode(self, call: AttentionCall, pages: LayerPages, bucket: Bucket) -> Tensor:

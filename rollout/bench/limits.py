@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from rollout.bench.workloads import Workload
 
-GEMM_SHAPE = (512, 2048, 2048)
-"""Rows, inner and outer size: large enough for the full rate, small enough for the caches."""
+GEMM_SHAPES = ((512, 2048, 2048), (2048, 1024, 1024), (4096, 576, 3072))
+"""Rows, inner and outer sizes; the best counts: no model's products should come out above the limit."""
 STREAM_BYTES = 2**28
 MEASURE_SECONDS = 0.5
 
@@ -65,15 +65,25 @@ class ModelCost:
 
 
 def measure_rates(dtype: torch.dtype) -> MachineRates:
-    """This machine's rates now; about two seconds."""
-    rows, inner, outer = GEMM_SHAPE
+    """This machine's rates now; about eight seconds."""
     best = 0.0
-    for kind in {torch.float32, dtype}:
-        a, b = torch.randn(rows, inner).to(kind), torch.randn(inner, outer).to(kind)
-        out = torch.empty(rows, outer, dtype=kind)
-        best = max(best, 2 * rows * inner * outer / _seconds(partial(torch.mm, a, b, out=out)))
+    for rows, inner, outer in GEMM_SHAPES:
+        for kind in {torch.float32, dtype}:
+            a, b = torch.randn(rows, inner).to(kind), torch.randn(inner, outer).to(kind)
+            for product in _products(a, b):
+                best = max(best, 2 * rows * inner * outer / _seconds(product))
     stream = torch.ones(STREAM_BYTES // 4)
     return MachineRates(flops=best, bytes_per_second=STREAM_BYTES / _seconds(stream.sum))
+
+
+def _products(a: Tensor, b: Tensor) -> list[Callable[[], Tensor]]:
+    """The ways of multiplying that this process has: torch's own, and oneDNN's on packed weights."""
+    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype)
+    ways: list[Callable[[], Tensor]] = [partial(torch.mm, a, b, out=out)]
+    if torch.backends.mkldnn.is_available():
+        packed = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), a.shape[0])
+        ways.append(partial(torch.ops.mkldnn._linear_pointwise, a, packed, None, "none", [], ""))
+    return ways
 
 
 def _seconds(run: Callable[[], Tensor]) -> float:

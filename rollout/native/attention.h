@@ -21,7 +21,24 @@ struct AttentionCall {
     int64_t query_stride, head_stride, page_size;
     int64_t rows, width, kv_heads, group;
     float scaling, softcap;  // softcap 0: none
+    // the rows' own keys and values [R, K, H], stored at slots [R] first; null where they are there already
+    const void *key, *value;
+    const int64_t* slots;
+    int64_t key_stride, value_stride;
 };
+
+// Copies key and value [T, K, H] (tokens a stride apart) to slots [T] of pages [K, P * S, H]; all sizes
+// and strides are in bytes.
+static inline void store_tokens(char* keys, char* values, int64_t head_stride, const char* key,
+                                int64_t key_stride, const char* value, int64_t value_stride,
+                                const int64_t* slots, int64_t tokens, int64_t heads, int64_t size) {
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t n = 0; n < heads; n++) {
+            const int64_t at = n * head_stride + slots[t] * size;
+            std::memcpy(keys + at, key + t * key_stride + n * size, size);
+            std::memcpy(values + at, value + t * value_stride + n * size, size);
+        }
+}
 
 // Sixteen vectors to the vector of their sixteen sums, in four rounds of adding neighbours.
 static inline vf sum_each(vf* v) {
@@ -151,6 +168,10 @@ static void attend(const AttentionCall& call) {
 // Returns false for a head dim that there is no code for.
 template <class T>
 static bool attend_rows(const AttentionCall& call, int64_t head_dim) {
+    if (call.slots)
+        store_tokens((char*)call.keys, (char*)call.values, call.head_stride * sizeof(T), (const char*)call.key,
+                     call.key_stride * sizeof(T), (const char*)call.value, call.value_stride * sizeof(T),
+                     call.slots, call.rows, call.kv_heads, head_dim * sizeof(T));
     switch (head_dim) {
         case 16: attend<T, 1>(call); return true;
         case 32: attend<T, 2>(call); return true;

@@ -39,17 +39,11 @@ void rollout_silu_mul(int kind, void* out, const void* gate_up, int64_t tokens, 
     else silu_mul((bf16*)out, (const bf16*)gate_up, tokens, size);
 }
 
-// Copies key and value [T, K, H] (tokens a stride apart) to slots [T] of pages [K, P * S, H]; all sizes
-// and strides are in bytes.
 void rollout_store(void* keys, void* values, int64_t head_stride, const void* key, int64_t key_stride,
                    const void* value, int64_t value_stride, const int64_t* slots, int64_t tokens,
                    int64_t heads, int64_t size) {
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t n = 0; n < heads; n++) {
-            const int64_t at = n * head_stride + slots[t] * size;
-            std::memcpy((char*)keys + at, (const char*)key + t * key_stride + n * size, size);
-            std::memcpy((char*)values + at, (const char*)value + t * value_stride + n * size, size);
-        }
+    store_tokens((char*)keys, (char*)values, head_stride, (const char*)key, key_stride, (const char*)value,
+                 value_stride, slots, tokens, heads, size);
 }
 
 int rollout_attend(int kind, const AttentionCall* call, int64_t head_dim) {

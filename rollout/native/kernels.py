@@ -41,6 +41,8 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "width", "kv_heads", "group")),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("key", "value", "slots")),
+        *((name, ctypes.c_int64) for name in ("key_stride", "value_stride")),
     )
 
 
@@ -128,13 +130,13 @@ class Kernels:
         Args:
             x: [T, at least (N + K) * H].
             num_queries, num_keys: N and K.
-            cos, sin: [T, H].
+            cos, sin: [1, T, H].
             norms: weights [H] of the queries' and the keys' :meth:`rms_norm`, which comes first.
             eps: of the norms.
 
         Returns ``[T, N + K, H]``.
         """
-        tokens, size = cos.shape
+        _, tokens, size = cos.shape
         heads = num_queries + num_keys
         assert x.shape[0] == tokens and x.shape[1] >= heads * size and x.stride(1) == 1
         assert size % (2 * LANES) == 0 and size <= MAX_HEAD_DIM
@@ -183,12 +185,9 @@ class Kernels:
             key, value: [T, K, H] in the pages' dtype, tokens may lie apart.
             slots: [T] int64, page * S + slot.
         """
-        tokens, heads, size = key.shape
         assert keys.shape == values.shape and keys.is_contiguous() and values.is_contiguous()
-        assert key.shape == value.shape and (heads, size) == (keys.shape[0], keys.shape[3])
-        assert slots.shape == (tokens,) and slots.dtype == torch.int64 and slots.is_contiguous()
-        assert key.dtype == value.dtype == keys.dtype == values.dtype
-        key, value = (_with_whole_tokens(x) for x in (key, value))
+        key, value, slots = _checked_tokens(keys, values, key, value, slots)
+        tokens, heads, size = key.shape
         width = keys.element_size()
         self._functions["store"](
             keys.data_ptr(),
@@ -214,6 +213,7 @@ class Kernels:
         scaling: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        new: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Attention of one query token per row over the keys in its pages.
 
@@ -224,6 +224,7 @@ class Kernels:
             seen: [R, 2] int64, first key seen and end, counted from the first slot of the table.
             scaling: factor of the scores; softcap: see ``AttentionCall`` of the backends.
             sinks: [N] float32.
+            new: the rows' own key, value and slots, which go through :meth:`store` first.
 
         Returns ``[R, N, H]``.
         """
@@ -236,6 +237,11 @@ class Kernels:
         if sinks is not None:
             assert sinks.shape == (heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous()
         query = _with_whole_tokens(query)
+        stored: tuple[int, ...] = ()
+        if new is not None:
+            key, value, slots = _checked_tokens(keys, values, *new)
+            addresses = key.data_ptr(), value.data_ptr(), slots.data_ptr()
+            stored = (*addresses, key.stride(0), value.stride(0))
         out = torch.empty((rows, heads, size), dtype=query.dtype)
         call = AttentionArguments(
             out.data_ptr(),
@@ -254,6 +260,7 @@ class Kernels:
             heads // keys.shape[0],
             scaling,
             softcap or 0.0,
+            *stored,
         )
         done = self._functions["attend"](_kind(query.dtype, query.dtype), ctypes.byref(call), size)
         assert done, f"no code for head dim {size}"
@@ -402,6 +409,16 @@ def _timed(name: str, run: Callable[..., Any], seconds: dict[str, float]) -> Cal
             seconds[name] += time.perf_counter() - started
 
     return timed
+
+
+def _checked_tokens(
+    keys: Tensor, values: Tensor, key: Tensor, value: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is to be stored in pages ``[K, P, S, H]``, with each token in one piece."""
+    assert key.shape == value.shape and key.shape[1:] == (keys.shape[0], keys.shape[3])
+    assert key.dtype == value.dtype == keys.dtype == values.dtype
+    assert slots.shape == key.shape[:1] and slots.dtype == torch.int64 and slots.is_contiguous()
+    return _with_whole_tokens(key), _with_whole_tokens(value), slots
 
 
 def _with_whole_tokens(x: Tensor) -> Tensor:

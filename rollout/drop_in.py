@@ -1,0 +1,214 @@
+"""``attach(model)``: transformers' entry points to continuous batching, served by this engine.
+
+``attach`` puts four functions on the instance, under transformers' names: ``generate_batch``,
+``init_continuous_batching``, ``continuous_batching_context_manager`` and
+``destroy_cached_continuous_batching_manager``. Nothing else of the model is touched; ``detach`` takes
+them away again.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from rollout.config import EngineConfig
+from rollout.engine import RolloutEngine
+from rollout.generation_config import params_from
+from rollout.manager import ContinuousBatchingManager
+from rollout.outputs import GenerationOutput
+from rollout.requests import Prompt
+from rollout.types import RolloutError, SamplingParams
+from rollout.weights import base_model_of
+
+NAMES = (
+    "generate_batch",
+    "init_continuous_batching",
+    "continuous_batching_context_manager",
+    "destroy_cached_continuous_batching_manager",
+)
+
+
+def attach(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> nn.Module:
+    """Let ``model``'s continuous batching be this engine's. Returns the model.
+
+    A copy of the model (``copy.deepcopy``) is attached, too, with an engine of its own.
+
+    Example::
+
+        rollout.attach(model)
+        outputs = model.generate_batch([[1, 2, 3]], max_new_tokens=16)
+
+    Raises:
+        ValueError: it is attached already.
+    """
+    if NAMES[0] in vars(model):
+        raise ValueError("the model is attached already; detach(model) first")
+    attachment = _Attachment(model, tokenizer)
+    for name, function in (
+        (NAMES[0], attachment.generate_batch),
+        (NAMES[1], attachment.init_continuous_batching),
+        (NAMES[2], attachment.continuous_batching_context_manager),
+        (NAMES[3], attachment.destroy_cached_continuous_batching_manager),
+    ):
+        setattr(model, name, function)
+    return model
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Give ``model`` its own methods back; a manager that runs is stopped. Returns the model.
+
+    Raises:
+        ValueError: it is not attached.
+    """
+    if NAMES[0] not in vars(model):
+        raise ValueError("the model is not attached")
+    vars(model)[NAMES[3]]()
+    for name in NAMES:
+        delattr(model, name)
+    return model
+
+
+class _Attachment:
+    """What the functions on a model share: its engine and its manager."""
+
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._config: EngineConfig | None = None
+        self._engine: RolloutEngine | None = None
+        self._manager: ContinuousBatchingManager | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Attachment":
+        return _Attachment(copy.deepcopy(self._model, memo), self._tokenizer)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a pickled model takes no engine along
+        return (_Attachment, (self._model, self._tokenizer))
+
+    def init_continuous_batching(
+        self,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> ContinuousBatchingManager:
+        """A manager on the model's engine; the one that was kept for the next session, if there is one.
+
+        ``workload_hints`` have no effect: the cache grows to what the requests need.
+        """
+        if self._manager is not None:
+            return self._manager
+        engine = self._engine_for(continuous_batching_config)
+        chosen = self._generation_config(generation_config)
+
+        def defaults(prompt: Prompt) -> SamplingParams:
+            return params_from(
+                chosen,
+                prompt_len=len(engine.encode(prompt)),
+                position_limit=engine.position_limit,
+                device=engine.device,
+            )
+
+        return ContinuousBatchingManager(engine, defaults)
+
+    @contextmanager
+    def continuous_batching_context_manager(
+        self,
+        generation_config: GenerationConfig | None = None,
+        block: bool = True,
+        timeout: float | None = None,
+        continuous_batching_config: Any = None,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        workload_hints: Any = None,
+    ) -> Iterator[ContinuousBatchingManager]:
+        """A manager that runs inside the block; ``persistent_manager`` keeps it for the next one.
+
+        ``warmup`` has no effect on the CPU: there is nothing to capture.
+        """
+        manager = self.init_continuous_batching(generation_config, continuous_batching_config)
+        manager.start()
+        try:
+            yield manager
+        finally:
+            manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
+            if persistent_manager:
+                self._manager = manager
+            else:
+                manager.destroy()
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        """Destroy the manager that was kept, if there is one, and give the engine's memory back."""
+        if self._manager is not None:
+            self._manager.destroy()
+            self._manager = None
+        if self._engine is not None:
+            self._engine.release_memory()
+
+    def generate_batch(
+        self,
+        inputs: Sequence[Prompt],
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        on_error: str = "raise",
+        max_new_tokens: int | None = None,
+    ) -> dict[str, GenerationOutput]:
+        """Complete every prompt; outputs by id in input order, children before their parent.
+
+        Works in the calling thread, so under its autocast. With ``persistent_manager`` the cache's
+        memory is kept for the next call. ``warmup`` has no effect on the CPU.
+
+        Raises:
+            RolloutError: a request failed and ``on_error="raise"``; ``.batch`` holds all outputs.
+            ValueError: a config asks for what is not offered, or ``on_error`` is neither value.
+        """
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error={on_error!r}; allowed: 'raise', 'return'")
+        if not inputs:
+            return {}
+        engine = self._engine_for(continuous_batching_config)
+        n = self._generation_config(generation_config).num_return_sequences or 1
+        manager = self.init_continuous_batching(generation_config, continuous_batching_config)
+        outputs: dict[str, GenerationOutput] = {}
+        try:
+            ids = manager.add_requests(
+                inputs, max_new_tokens=max_new_tokens, record_timestamps=record_timestamps
+            )
+            with tqdm(total=len(ids) * n, disable=not progress_bar, unit="request") as bar:
+                for output in manager.run_here():
+                    outputs[output.request_id] = output
+                    bar.update()
+        finally:
+            if not persistent_manager:
+                engine.release_memory()
+        order = [key for each in ids for key in (*(f"{each}__child#{i}" for i in range(n - 1)), each)]
+        ordered = {key: outputs[key] for key in order}
+        failed = [key for key, output in ordered.items() if output.error is not None]
+        if failed and on_error == "raise":
+            raise RolloutError(
+                f"{len(failed)} of {len(ordered)} outputs failed, first {failed[0]}: "
+                f"{ordered[failed[0]].error}; .batch holds all, on_error='return' gives them",
+                ordered,
+            )
+        return ordered
+
+    def _engine_for(self, config: Any) -> RolloutEngine:
+        """The engine, made anew when another config is asked for."""
+        wanted = EngineConfig.from_any(config)
+        if self._engine is None or wanted != self._config:
+            if self._manager is not None:
+                self._manager.destroy()
+                self._manager = None
+            self._engine = RolloutEngine(self._model, tokenizer=self._tokenizer, config=wanted)
+            self._config = wanted
+        return self._engine
+
+    def _generation_config(self, given: GenerationConfig | None) -> GenerationConfig:
+        if given is not None:
+            return given
+        return base_model_of(self._model).generation_config or GenerationConfig()

@@ -1,0 +1,204 @@
+"""Code written for transformers' continuous batching, unchanged after ``attach``."""
+
+import copy
+import io
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import rollout
+from oracle import assert_greedy
+from rollout import RolloutEngine, RolloutError, SamplingParams
+from rollout.drop_in import NAMES
+from rollout.generation_config import HONOURED, NEUTRAL, NO_EFFECT, params_from
+from rollout.types import FinishReason
+from tiny_models import TINY_MODELS
+
+PROMPTS = [[5, 6, 7], [8, 9], [5, 6, 7, 10, 11]]
+GREEDY = GenerationConfig(do_sample=False, max_new_tokens=6, eos_token_id=-1)
+SECONDS = 30.0
+
+
+def attached() -> torch.nn.Module:
+    return rollout.attach(TINY_MODELS["llama"]())
+
+
+def test_generate_batch_gives_an_ordered_dict_of_outputs() -> None:
+    model = attached()
+    outputs = model.generate_batch(PROMPTS, generation_config=GREEDY, record_timestamps=True)
+    assert [output.prompt_ids for output in outputs.values()] == PROMPTS
+    expected = TINY_MODELS["llama"]()
+    for request_id, output in outputs.items():
+        assert output.request_id == request_id and output.is_finished() and output.error is None
+        assert len(output.generated_tokens) == len(output.logprobs) == len(output.timestamps) == 6
+        assert_greedy(expected, output.completion)
+    assert model.generate_batch([], generation_config=GREEDY) == {}
+
+
+def test_max_new_tokens_goes_before_the_config_and_the_models_config_serves() -> None:
+    model = attached()
+    model.generation_config = GREEDY
+    (output,) = model.generate_batch([[5, 6]], max_new_tokens=3).values()
+    assert len(output.generated_tokens) == 3
+
+
+def test_children_come_before_their_parent_as_there() -> None:
+    config = GenerationConfig(do_sample=True, max_new_tokens=4, num_return_sequences=3, eos_token_id=-1)
+    outputs = attached().generate_batch([[5], [6]], generation_config=config)
+    assert len(outputs) == 6
+    first = list(outputs)[:3]
+    assert first == [f"{first[2]}__child#0", f"{first[2]}__child#1", first[2]]
+    assert len({tuple(outputs[each].generated_tokens) for each in first}) > 1
+
+
+def test_a_failure_raises_unless_asked_otherwise() -> None:
+    model = attached()
+    with pytest.raises(RolloutError, match="1 of 2 outputs failed") as caught:
+        model.generate_batch([[5], [5000]], generation_config=GREEDY)
+    assert len(caught.value.batch) == 2
+    good, bad = model.generate_batch([[5], [5000]], generation_config=GREEDY, on_error="return").values()
+    assert good.error is None and "5000" in bad.error and bad.generated_tokens == []
+
+
+def test_a_change_of_weights_is_noticed_by_the_next_call() -> None:
+    model = attached()
+    model.generate_batch(PROMPTS, generation_config=GREEDY, persistent_manager=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1)
+    later = list(model.generate_batch(PROMPTS, generation_config=GREEDY, persistent_manager=True).values())
+    fresh = RolloutEngine(model).generate(
+        PROMPTS, SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
+    )
+    assert [output.generated_tokens for output in later] == [list(c.token_ids) for c in fresh]
+
+
+def test_the_context_manager_runs_and_stops() -> None:
+    model = attached()
+    with model.continuous_batching_context_manager(generation_config=GREEDY) as manager:
+        ids = [manager.add_request(prompt) for prompt in PROMPTS]
+        outputs = [manager.get_result(each, timeout=SECONDS) for each in ids]
+    assert [output.prompt_ids for output in outputs] == PROMPTS
+    assert not manager.is_running()
+    with pytest.raises(RuntimeError, match="destroyed"):
+        manager.start()
+
+
+def test_a_persistent_manager_is_found_again() -> None:
+    model = attached()
+    with model.continuous_batching_context_manager(GREEDY, persistent_manager=True) as first:
+        first.get_result(first.add_request([5]), timeout=SECONDS)
+    assert model.init_continuous_batching() is first
+    with model.continuous_batching_context_manager(GREEDY) as again:
+        assert again is first and again.get_result(again.add_request([6]), timeout=SECONDS).error is None
+    model.destroy_cached_continuous_batching_manager()
+    assert model.init_continuous_batching(GREEDY) is not first
+
+
+def test_init_start_add_stop() -> None:
+    model = attached()
+    manager = model.init_continuous_batching(
+        generation_config=GREEDY,
+        continuous_batching_config=ContinuousBatchingConfig(page_size=8, num_blocks=64),
+    )
+    manager.start()
+    request_id = manager.add_request([5, 6, 7], max_new_tokens=4, streaming=True)
+    lengths = [len(output.generated_tokens) for output in manager.request_id_iter(request_id)]
+    assert lengths[-1] == 4
+    manager.stop(timeout=SECONDS)
+
+
+def test_attach_leaves_names_only_and_detach_takes_them_away() -> None:
+    model = TINY_MODELS["llama"]()
+    before = set(vars(model))
+    assert rollout.attach(model) is model
+    assert set(vars(model)) - before == set(NAMES)
+    with pytest.raises(ValueError, match="attached already"):
+        rollout.attach(model)
+    model.train()
+    model.generate_batch([[5]], generation_config=GREEDY)
+    assert model.training
+    rollout.detach(model)
+    assert set(vars(model)) == before
+    with pytest.raises(ValueError, match="not attached"):
+        rollout.detach(model)
+
+
+def test_copies_and_pickles_have_engines_of_their_own() -> None:
+    model = attached()
+    (before,) = model.generate_batch([[5, 6]], generation_config=GREEDY).values()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(-1)
+        (changed,) = other.generate_batch([[5, 6]], generation_config=GREEDY).values()
+        assert changed.logprobs == pytest.approx([0.0] * 6)  # greedy
+        assert changed.completion.policy_logprobs != before.completion.policy_logprobs
+    (after,) = model.generate_batch([[5, 6]], generation_config=GREEDY).values()
+    assert after.completion.policy_logprobs == before.completion.policy_logprobs
+
+
+# ---- generation config
+
+
+def params(**fields: object) -> SamplingParams:
+    config = GenerationConfig(**fields)
+    return params_from(config, prompt_len=10, position_limit=100, device=torch.device("cpu"))
+
+
+def test_every_field_of_the_config_is_placed() -> None:
+    """A field that transformers adds must be looked at: honoured, without effect, or refused."""
+    names = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
+    assert HONOURED | NO_EFFECT <= names | {"transformers_version"}
+    assert not HONOURED & NO_EFFECT and not (HONOURED | NO_EFFECT) & set(NEUTRAL)
+
+
+def test_fields_become_parameters() -> None:
+    drawn = params(do_sample=True, temperature=0.7, top_k=20, top_p=0.9, min_p=0.1, max_new_tokens=5)
+    assert (drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p) == (0.7, 20, 0.9, 0.1)
+    assert drawn.max_new_tokens == 5 and not drawn.ignore_eos
+    assert params(temperature=0.7, top_k=20).is_greedy  # do_sample is not set
+    assert params().max_new_tokens == 90 and params(max_length=30).max_new_tokens == 20
+    assert params(min_length=14, max_length=30).min_new_tokens == 4
+    ended = params(
+        do_sample=True,
+        eos_token_id=[3, 4],
+        stop_strings="end",
+        num_return_sequences=2,
+        suppress_tokens=[7],
+    )
+    assert ended.ignore_eos and ended.stop_token_ids == (3, 4) and ended.stop_strings == ("end",)
+    assert ended.n == 2 and ended.logit_bias == {7: float("-inf")}
+    assert params(eos_token_id=-1).ignore_eos and params(eos_token_id=-1).stop_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_beams": 2},
+        {"typical_p": 0.9},
+        {"guidance_scale": 1.5},
+        {"penalty_alpha": 0.6},
+        {"prompt_lookup_num_tokens": 3},
+        {"output_scores": True},
+        {"remove_invalid_values": True},
+    ],
+    ids=str,
+)
+def test_what_is_not_offered_is_refused_by_name(fields: dict[str, object]) -> None:
+    (name,) = fields
+    with pytest.raises(ValueError, match=f"not offered here: .*{name}="):
+        params(do_sample=True, **fields)
+
+
+def test_transformers_processors_serve_where_we_have_no_field() -> None:
+    config = GenerationConfig(max_new_tokens=20, no_repeat_ngram_size=1, eos_token_id=-1)
+    (output,) = attached().generate_batch([[5, 6]], generation_config=config).values()
+    assert len(set(output.generated_tokens) | {5, 6}) == 22  # no token twice
+    config = GenerationConfig(max_new_tokens=5, forced_eos_token_id=3, eos_token_id=3, bad_words_ids=[[40]])
+    (output,) = attached().generate_batch([[5, 6]], generation_config=config).values()
+    assert output.generated_tokens[-1] == 3 and output.completion.finish_reason is FinishReason.STOP
