@@ -7,7 +7,7 @@ them away again.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,10 +97,22 @@ class _Attachment:
 
         ``workload_hints`` have no effect: the cache grows to what the requests need.
         """
+        if self._manager is not None and continuous_batching_config is not None:
+            self._engine_for(continuous_batching_config)  # another config ends the kept manager
         if self._manager is not None:
+            if generation_config is not None:
+                self._manager.use_defaults(self._defaults(generation_config))
             return self._manager
-        engine = self._engine_for(continuous_batching_config)
-        chosen = self._generation_config(generation_config)
+        self._engine_for(continuous_batching_config)
+        return self._new_manager(generation_config)
+
+    def _new_manager(self, generation_config: GenerationConfig | None) -> ContinuousBatchingManager:
+        assert self._engine is not None
+        return ContinuousBatchingManager(self._engine, self._defaults(generation_config))
+
+    def _defaults(self, generation_config: GenerationConfig | None) -> Callable[[Prompt], SamplingParams]:
+        engine, chosen = self._engine, self._generation_config(generation_config)
+        assert engine is not None
 
         def defaults(prompt: Prompt) -> SamplingParams:
             return params_from(
@@ -110,7 +122,7 @@ class _Attachment:
                 device=engine.device,
             )
 
-        return ContinuousBatchingManager(engine, defaults)
+        return defaults
 
     @contextmanager
     def continuous_batching_context_manager(
@@ -173,7 +185,7 @@ class _Attachment:
             return {}
         engine = self._engine_for(continuous_batching_config)
         n = self._generation_config(generation_config).num_return_sequences or 1
-        manager = self.init_continuous_batching(generation_config, continuous_batching_config)
+        manager = self._new_manager(generation_config)  # one that was kept has a thread's life behind it
         outputs: dict[str, GenerationOutput] = {}
         try:
             ids = manager.add_requests(

@@ -7,7 +7,7 @@ fault stays in that request, and nothing of the trainer's model is touched.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import nn
@@ -200,12 +200,14 @@ class RolloutEngine:
         self._scheduler.finish_all(self._scheduler.live(request_id), FinishReason.CANCELLED)
         return True
 
-    def progress(self, request_id: str) -> list[Progress]:
-        """What the unfinished samples of a request have so far; empty for an unknown id."""
-        return [
-            Progress(s.index, s.is_running, s.generated_ids, tuple(s.logprobs))
-            for s in self._scheduler.live(request_id)
-        ]
+    def progress(self, request_ids: Container[str]) -> dict[str, list[Progress]]:
+        """What the unfinished samples of these requests have so far; unknown ids have no entry."""
+        found: dict[str, list[Progress]] = {}
+        for s in self._scheduler.live():
+            if s.request.request_id in request_ids:
+                each = Progress(s.index, s.is_running, s.generated_ids, tuple(s.logprobs))
+                found.setdefault(s.request.request_id, []).append(each)
+        return found
 
     def step(self) -> list[Completion]:
         """Run one step and return the completions that ended since the last call.

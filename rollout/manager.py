@@ -22,6 +22,7 @@ import torch
 from rollout.engine import RolloutEngine
 from rollout.outputs import GenerationOutput, Mailbox, RequestStatus, status_of
 from rollout.requests import Prompt
+from rollout.results import Progress
 from rollout.types import Completion, DuplicateRequestError, SamplingParams
 
 logger = logging.getLogger("rollout")
@@ -95,9 +96,14 @@ class ContinuousBatchingManager:
         self._pauses = 0
         self._own_pauses = threading.local()
         self._is_parked = False
+        self._is_looping = False  # ends before the thread does, so that whoever is woken then sees it
         self._is_destroyed = False
         self.fatal_error: BaseException | None = None
         """What ended the loop's thread, if that was no stop."""
+
+    def use_defaults(self, defaults: SamplingParams | Callable[[Prompt], SamplingParams]) -> None:
+        """Other parameters for the requests that are added from now on."""
+        self._defaults = defaults
 
     # ---- control
 
@@ -126,6 +132,7 @@ class ContinuousBatchingManager:
             name="rollout-manager",
             daemon=True,
         )
+        self._is_looping = True
         self._thread.start()
 
     def stop(
@@ -186,13 +193,13 @@ class ContinuousBatchingManager:
         """
         self._check_process()
         with self._changed:
-            if not self.is_running():
+            if not self._is_looping:
                 raise RuntimeError("the manager is not running: there is nothing to pause")
             self._pauses += 1
             self._own_pauses.count = self._paused_here() + 1
             self._changed.notify_all()
             try:
-                self._changed.wait_for(lambda: self._is_parked or not self.is_running())
+                self._changed.wait_for(lambda: self._is_parked or not self._is_looping)
                 if not self._is_parked:
                     raise RuntimeError("the manager ended before it could pause") from self.fatal_error
             except BaseException:
@@ -372,6 +379,7 @@ class ContinuousBatchingManager:
         finally:
             self._fail_all()
             with self._changed:
+                self._is_looping = False
                 self._changed.notify_all()
             self._mail.wake()
 
@@ -416,18 +424,22 @@ class ContinuousBatchingManager:
     def _publish(self, finished: list[Completion]) -> None:
         """Outputs of the step just run: streamed ones, and those that ended."""
         now = time.perf_counter()
-        for ticket in list(self._tickets.values()):
-            if ticket.started < 0 or ticket.streaming or ticket.timestamps is not None:
-                self._observe(ticket, now)
+        watched = {
+            ticket.request_id: ticket
+            for ticket in list(self._tickets.values())  # other threads add meanwhile
+            if ticket.started < 0 or ticket.streaming or ticket.timestamps is not None
+        }
+        for request_id, samples in self._engine.progress(watched).items():
+            self._observe(watched[request_id], samples, now)
         for completion in finished:
             found = self._tickets.get(completion.request_id)
             if found is not None:  # else added to the engine behind our back
                 self._answer(found, [self._ended(found, completion, now)])
 
-    def _observe(self, ticket: _Ticket, now: float) -> None:
+    def _observe(self, ticket: _Ticket, samples: list[Progress], now: float) -> None:
         """Note the tokens that a running request got in this step."""
         outputs = []
-        for progress in self._engine.progress(ticket.request_id):
+        for progress in samples:
             if ticket.started < 0 and progress.is_running:
                 ticket.started = now
             new = len(progress.token_ids) - ticket.shown.get(progress.index, 0)
@@ -541,7 +553,7 @@ class ContinuousBatchingManager:
 
     def _is_expected(self, request_id: str | None) -> bool:
         if request_id is None:
-            return bool(self._tickets) or self.is_running()
+            return bool(self._tickets) or self._is_looping
         return request_id in self._ids
 
     def _paused_here(self) -> int:

@@ -96,6 +96,19 @@ def test_a_persistent_manager_is_found_again() -> None:
     assert model.init_continuous_batching(GREEDY) is not first
 
 
+def test_a_kept_manager_takes_another_generation_config_and_hinders_no_batch() -> None:
+    model = attached()
+    with model.continuous_batching_context_manager(GREEDY, persistent_manager=True) as manager:
+        manager.get_result(manager.add_request([5]), timeout=SECONDS)
+    (output,) = model.generate_batch([[5]], generation_config=GREEDY).values()
+    assert len(output.generated_tokens) == 6
+    shorter = GenerationConfig(max_new_tokens=2, eos_token_id=-1)
+    with model.continuous_batching_context_manager(shorter) as again:
+        assert again is manager
+        output = again.get_result(again.add_request([5]), timeout=SECONDS)
+    assert len(output.generated_tokens) == 2
+
+
 def test_init_start_add_stop() -> None:
     model = attached()
     manager = model.init_continuous_batching(

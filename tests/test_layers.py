@@ -95,7 +95,7 @@ ALLOWED: dict[str, set[str]] = {
         "weights",
     },
     "outputs": {"types"},
-    "manager": {"engine", "outputs", "requests", "types"},
+    "manager": {"engine", "outputs", "requests", "results", "types"},
     "generation_config": {"types"},
     "drop_in": {
         "config",

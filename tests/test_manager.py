@@ -180,6 +180,34 @@ def test_an_error_in_the_loop_reaches_every_waiter_at_once(monkeypatch: pytest.M
         pass
 
 
+def test_the_end_of_the_loop_wakes_who_waits_for_anything_or_for_a_pause() -> None:
+    manager = make()
+    manager.start()
+    found: queue.Queue[object] = queue.Queue()
+
+    def pause() -> None:
+        try:
+            with manager.pause():
+                found.put("paused")
+        except RuntimeError as error:
+            found.put(str(error))
+
+    waiter = threading.Thread(target=lambda: found.put(manager.get_result()), daemon=True)
+    waiter.start()
+    time.sleep(0.05)
+    real = manager._fail_all
+
+    def slowly() -> None:  # somebody wants a pause just when the loop ends
+        threading.Thread(target=pause, daemon=True).start()
+        time.sleep(0.1)
+        real()
+
+    manager._fail_all = slowly  # type: ignore[method-assign]
+    manager.stop(timeout=SECONDS)
+    answers = {found.get(timeout=SECONDS), found.get(timeout=SECONDS)}
+    assert answers == {None, "the manager ended before it could pause"}
+
+
 def test_the_trainer_steps_inside_a_pause(manager: ContinuousBatchingManager) -> None:
     model = manager._engine.model
     request_id = manager.add_request([5, 6, 7], max_new_tokens=60, eos_token_id=-1, streaming=True)
