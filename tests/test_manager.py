@@ -202,7 +202,14 @@ def test_the_end_of_the_loop_wakes_who_waits_for_anything_or_for_a_pause() -> No
         time.sleep(0.1)
         real()
 
+    wake = manager._mail.wake
+
+    def wake_and_linger() -> None:  # the thread is still alive when they look
+        wake()
+        time.sleep(0.5)
+
     manager._fail_all = slowly  # type: ignore[method-assign]
+    manager._mail.wake = wake_and_linger  # type: ignore[method-assign]
     manager.stop(timeout=SECONDS)
     answers = {found.get(timeout=SECONDS), found.get(timeout=SECONDS)}
     assert answers == {None, "the manager ended before it could pause"}
