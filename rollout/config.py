@@ -5,6 +5,8 @@ class which this engine does not offer are refused by name, never dropped.
 """
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,9 +17,20 @@ MIN_PAGE_SIZE = 4
 SCHEDULER_SAFETY_MARGINS = {"fifo": 0.15, "prefill_first": 0.0}
 WEIGHT_CHANGE_POLICIES = ("recompute", "keep", "cancel")
 DEFAULT_MEMORY_SHARE = 0.5
-ALWAYS_SO = frozenset({"return_logprobs", "per_request_processors", "drop_unsupported_processors"})
+MAX_COMPILE_LEVEL = 3
+ALWAYS_SO = frozenset(
+    {
+        "return_logprobs",
+        "per_request_processors",
+        "drop_unsupported_processors",
+        "disable_nccl_graph_mixing",
+    }
+)
 """Settings of transformers that choose what is always the case here: logprobs are returned, every
-request has parameters of its own, and no processor is ever dropped."""
+request has parameters of its own, and no processor is ever dropped. The last one is an environment
+variable that transformers' object sets itself when it is built."""
+DEPRECATED = frozenset({"block_size", "use_default_compile_configs", "max_cached_graphs"})
+"""Old names of transformers: its object has turned them into new ones when it is built, dicts have not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +59,8 @@ class EngineConfig:
     ``num_blocks`` the cache grows to what the requests at hand can fill and not beyond."""
     max_batch_tokens: int | None = None
     """Tokens that go through the model in one step at the most; longer prompts are split over
-    several steps. ``None`` means 8192."""
+    several steps. ``None`` means 8192. A step never has more tokens than its pages hold, so the
+    memory bound of the cache bounds it, too."""
     max_requests_per_batch: int | None = None
     """Sequences running at the same time at the most. ``None`` means 1024."""
     scheduler_type: str = "fifo"
@@ -72,9 +86,41 @@ class EngineConfig:
     pack_weights: bool | str = "auto"
     """Keep derived copies of linear weights in the layout that the CPU multiplies fastest. They
     follow every weight change. ``"auto"`` packs where measuring showed a gain, ``False`` never."""
-    seed: int = 0
+    seed: int | None = 0
     """Seeds the noise of requests that bring no seed of their own. Ranks of a distributed job draw
-    differently under the same seed."""
+    differently under the same seed. ``None`` takes a random one, as transformers' object does unless
+    it is told one."""
+    cpu_offload_space: float | None = 0.0
+    """GiB of host memory for pages of preempted sequences, which are copied back instead of computed
+    again. ``None`` takes what the threshold allows; 0 computes them again."""
+    cpu_offload_space_safety_threshold: float = 0.8
+    """Share of the machine's memory that ``cpu_offload_space`` may take at the most; more is cut down
+    to it with a warning."""
+    default_compile_level: int = 0
+    """0 to 3: ``torch.compile`` of the model, for a kind of step that has no compile config of its own:
+    1 is mode "default", 2 "max-autotune-no-cudagraphs", 3 that with fixed shapes (``dynamic=False``)."""
+    varlen_compile_config: Any = None
+    """``CompileConfig`` of transformers, or a dict of its fields: how steps with prompts are compiled."""
+    decode_compile_config: Any = None
+    """The same for steps in which every sequence adds one token."""
+    use_cuda_graph: bool | tuple[bool, bool] | None = None
+    """Record CUDA graphs and replay them: for (steps with prompts, decode-only steps), or one answer
+    for both. Only decode-only steps are ever recorded. ``None`` does so where it can."""
+    q_padding_interval_size: int = 0
+    """Recorded steps are padded to a multiple of so many rows; 0 means 64."""
+    kv_padding_interval_size: int = 0
+    """Recorded steps are padded to a multiple of so many keys per row; 0 means 16384."""
+    use_async_batching: bool | None = None
+    """Prepare a step while the one before it runs. Needs CUDA graphs."""
+    max_blocks_per_request: int | None = None
+    """Pages of a sequence up to which decode-only steps take the device's fast path (a table of pages
+    per row); 0 never takes it. ``None`` sizes the table by the sequences."""
+    auto_switch_to_flash: bool = True
+    """Let ``attn_implementation="auto"`` take flash attention on a GPU where it is installed."""
+    cpu_group_timeout: float | None = 300.0
+    """Seconds that a rank of a tensor-parallel model waits for the others; ``None`` for any time."""
+    max_queue_size: int = 0
+    """Requests that wait for a manager's loop to take them at the most; 0 for any number."""
 
     def __post_init__(self) -> None:
         require_int("page_size", self.page_size, low=MIN_PAGE_SIZE)
@@ -85,12 +131,15 @@ class EngineConfig:
             require_number("max_memory_percent", self.max_memory_percent, low=0.0, high=1.0, low_open=True)
         if self.safety_margin is not None:
             require_number("safety_margin", self.safety_margin, low=0.0, high=1.0)
-        require_int("seed", self.seed, low=0, high=MAX_SEED)
+        if self.seed is not None:
+            require_int("seed", self.seed, low=0, high=MAX_SEED)
         _require_choice("scheduler_type", self.scheduler_type, tuple(SCHEDULER_SAFETY_MARGINS))
         _require_choice("on_weight_change", self.on_weight_change, WEIGHT_CHANGE_POLICIES)
         _require_choice("pack_weights", self.pack_weights, ("auto", True, False))
         _require_choice("native_kernels", self.native_kernels, ("auto", True, False))
         _require_choice("allow_block_sharing", self.allow_block_sharing, (True, False))
+        self._check_offloading()
+        self._check_device_settings()
         if self.num_blocks is not None and self.max_memory is not None:
             raise ValueError(
                 f"num_blocks={self.num_blocks} and max_memory={self.max_memory} both size the cache; "
@@ -101,6 +150,41 @@ class EngineConfig:
                 f"max_memory={self.max_memory} and max_memory_percent={self.max_memory_percent} both "
                 "bound the cache; give one of them"
             )
+
+    def _check_offloading(self) -> None:
+        threshold = self.cpu_offload_space_safety_threshold
+        require_number("cpu_offload_space_safety_threshold", threshold, low=0.0, high=1.0)
+        if self.cpu_offload_space is not None:
+            require_number("cpu_offload_space", self.cpu_offload_space, low=0.0, high=math.inf)
+
+    def _check_device_settings(self) -> None:
+        require_int("default_compile_level", self.default_compile_level, low=0, high=MAX_COMPILE_LEVEL)
+        for name in ("varlen_compile_config", "decode_compile_config"):
+            given = getattr(self, name)
+            if not (given is None or isinstance(given, Mapping) or type(given).__name__ == "CompileConfig"):
+                raise TypeError(
+                    f"{name} has type {type(given).__name__}; give a CompileConfig or a dict of its fields"
+                )
+        for name in ("q_padding_interval_size", "kv_padding_interval_size", "max_queue_size"):
+            require_int(name, getattr(self, name), low=0)
+        if self.max_blocks_per_request is not None:
+            require_int("max_blocks_per_request", self.max_blocks_per_request, low=0)
+        if self.cpu_group_timeout is not None:
+            require_number("cpu_group_timeout", self.cpu_group_timeout, low=0.0, high=math.inf, low_open=True)
+        pairs = tuple((a, b) for a in (True, False) for b in (True, False))
+        _require_choice("use_cuda_graph", self.use_cuda_graph, (None, True, False, *pairs))
+        _require_choice("use_async_batching", self.use_async_batching, (None, True, False))
+        _require_choice("auto_switch_to_flash", self.auto_switch_to_flash, (True, False))
+        if self.use_async_batching and self.cuda_graphs == (False, False):
+            raise ValueError(
+                "use_async_batching=True needs CUDA graphs and use_cuda_graph is False; change one of them"
+            )
+
+    @property
+    def cuda_graphs(self) -> tuple[bool, bool] | None:
+        """``use_cuda_graph`` for (steps with prompts, decode-only steps); ``None`` to be decided."""
+        graphs = self.use_cuda_graph
+        return (graphs, graphs) if isinstance(graphs, bool) else graphs
 
     @property
     def resolved_safety_margin(self) -> float:
@@ -142,25 +226,24 @@ class EngineConfig:
 
     @classmethod
     def _from_mapping(cls, config: Mapping[str, Any]) -> "EngineConfig":
-        known = [f.name for f in fields(cls)]
-        unknown = sorted(set(config) - set(known))
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(config) - known - ALWAYS_SO - DEPRECATED)
         if unknown:
-            raise ValueError(f"unknown settings {unknown}; known settings: {', '.join(known)}")
-        return cls(**config)
+            names = ", ".join(f.name for f in fields(cls))
+            raise ValueError(f"unknown settings {unknown}; known settings: {names}")
+        values = {name: value for name, value in config.items() if name in known}
+        return cls(**(values | _renewed(config)))
 
     @classmethod
     def _from_transformers(cls, config: Any) -> "EngineConfig":
-        """Take over what we share; refuse what was changed from its default and is not ours."""
+        """Take over what we share; refuse what was changed from its default and is not known here."""
         known = {f.name for f in fields(cls)}
         values, refused = {}, []
         for f in fields(config):
             value = getattr(config, f.name)
-            if f.name in ALWAYS_SO:
-                continue
             if f.name in known:
-                if value is not None:
-                    values[f.name] = value
-            elif value != _default_of(f):
+                values[f.name] = value
+            elif f.name not in ALWAYS_SO | DEPRECATED and value != _default_of(f):
                 refused.append(f"{f.name}={value!r}")
         if refused:
             raise ValueError(
@@ -168,6 +251,26 @@ class EngineConfig:
                 f"{', '.join(refused)}; leave them at their defaults"
             )
         return cls(**values)
+
+
+def _renewed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a dict says under deprecated names, under the new ones."""
+    values: dict[str, Any] = {}
+    for name in sorted(DEPRECATED & set(config)):
+        given, hint = config[name], "it has no effect any more"
+        if name == "block_size":
+            hint = "use page_size"
+            if given is not None:
+                values["page_size"] = given
+        elif name == "use_default_compile_configs":
+            hint = f"use default_compile_level ({MAX_COMPILE_LEVEL} is what True meant, 0 what False did)"
+            if given is not None:
+                values["default_compile_level"] = MAX_COMPILE_LEVEL if given else 0
+        warnings.warn(f"the setting {name} is deprecated: {hint}", FutureWarning, stacklevel=4)
+    doubled = sorted(set(values) & set(config))
+    if doubled:
+        raise ValueError(f"{doubled[0]} is given twice, once under its old name; keep the new one")
+    return values
 
 
 def _default_of(f: "dataclasses.Field[Any]") -> Any:

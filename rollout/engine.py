@@ -6,6 +6,7 @@ promises that need all of them: a change of weights is noticed before a token is
 fault stays in that request, and nothing of the trainer's model is touched.
 """
 
+import secrets
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 
@@ -34,6 +35,7 @@ from rollout.scoring import score_sequences
 from rollout.sequence import Sequence as Sample
 from rollout.tables import PageTables
 from rollout.types import (
+    MAX_SEED,
     Completion,
     DuplicateRequestError,
     FinishReason,
@@ -80,7 +82,8 @@ class RolloutEngine:
         self._base = base_model_of(model)
         self._tokenizer = tokenizer
         self._packed = PackedLinears(self.config.pack_weights)
-        self._requests = RequestBuilder(tokenizer, seed=self.config.seed, rank=_rank())
+        seed = secrets.randbelow(MAX_SEED) if self.config.seed is None else self.config.seed
+        self._requests = RequestBuilder(tokenizer, seed=seed, rank=_rank())
         self._finished: list[Completion] = []
         self._meter = Meter()
         self._is_sized = False  # whether the cache was sized since the last request came

@@ -32,6 +32,16 @@ from rollout.config import EngineConfig
         ("pack_weights", "yes", "pack_weights='yes'; allowed: 'auto', True, False"),
         ("pack_weights", 1, "pack_weights=1; allowed: 'auto', True, False"),
         ("pack_weights", None, "pack_weights=None; allowed: 'auto', True, False"),
+        ("cpu_offload_space", -1.0, "cpu_offload_space=-1.0 is out of range; allowed: >= 0.0 and finite"),
+        ("cpu_offload_space_safety_threshold", 1.5, "is out of range; allowed: >= 0.0 and <= 1.0"),
+        ("default_compile_level", 4, "default_compile_level=4 is out of range; allowed: >= 0 and <= 3"),
+        ("q_padding_interval_size", -1, "q_padding_interval_size=-1 is out of range; allowed: >= 0"),
+        ("max_blocks_per_request", -1, "max_blocks_per_request=-1 is out of range; allowed: >= 0"),
+        ("max_queue_size", -1, "max_queue_size=-1 is out of range; allowed: >= 0"),
+        ("cpu_group_timeout", 0, "cpu_group_timeout=0 is out of range; allowed: > 0.0 and finite"),
+        ("use_cuda_graph", "yes", "use_cuda_graph='yes'; allowed: None, True, False, (True, True)"),
+        ("use_async_batching", 1, "use_async_batching=1; allowed: None, True, False"),
+        ("auto_switch_to_flash", None, "auto_switch_to_flash=None; allowed: True, False"),
         ("allow_block_sharing", 1, "allow_block_sharing=1; allowed: True, False"),
         ("allow_block_sharing", "no", "allow_block_sharing='no'; allowed: True, False"),
         ("allow_block_sharing", None, "allow_block_sharing=None; allowed: True, False"),
@@ -55,7 +65,9 @@ def test_values_out_of_range_are_refused_by_name(field: str, value: Any, message
         ("max_batch_tokens", 256.5, "max_batch_tokens=256.5 has type float"),
         ("max_requests_per_batch", [4], "max_requests_per_batch=[4] has type list"),
         ("safety_margin", False, "safety_margin=False has type bool"),
-        ("seed", None, "seed=None has type NoneType"),
+        ("cpu_offload_space", "1", "cpu_offload_space='1' has type str; give a number"),
+        ("default_compile_level", 1.0, "default_compile_level=1.0 has type float; give a whole number"),
+        ("varlen_compile_config", 1, "varlen_compile_config has type int; give a CompileConfig or a dict"),
     ],
 )
 def test_values_of_a_wrong_type_are_refused_by_name(field: str, value: Any, message: str) -> None:
@@ -155,64 +167,80 @@ def test_a_dataclass_of_another_kind_is_refused() -> None:
         EngineConfig.from_any(TheirConfig())
 
 
-def test_transformers_default_config_keeps_its_page_size_and_nothing_else_changes() -> None:
+def test_transformers_default_config_keeps_its_page_size_and_its_random_seed() -> None:
     # 256 is transformers' default; whoever passes their object gets what it says
-    assert EngineConfig.from_any(ContinuousBatchingConfig()) == EngineConfig(page_size=256)
+    assert EngineConfig.from_any(ContinuousBatchingConfig()) == EngineConfig(page_size=256, seed=None)
 
 
-def test_settings_shared_with_transformers_are_taken_over() -> None:
-    theirs = ContinuousBatchingConfig(
-        page_size=16,
-        num_blocks=99,
-        max_batch_tokens=300,
-        max_memory_percent=0.3,
-        max_requests_per_batch=12,
-        allow_block_sharing=False,
-        scheduler_type="prefill_first",
-        safety_margin=0.2,
-        seed=5,
-        return_logprobs=True,  # always on here, whatever is asked
-        per_request_processors=True,  # likewise
-    )
-    assert EngineConfig.from_any(theirs) == EngineConfig(
-        page_size=16,
-        num_blocks=99,
-        max_batch_tokens=300,
-        max_memory_percent=0.3,
-        max_requests_per_batch=12,
-        allow_block_sharing=False,
-        scheduler_type="prefill_first",
-        safety_margin=0.2,
-        seed=5,
-    )
+SHARED: dict[str, Any] = {
+    "page_size": 16,
+    "num_blocks": 99,
+    "max_batch_tokens": 300,
+    "max_memory_percent": 0.3,
+    "max_requests_per_batch": 12,
+    "allow_block_sharing": False,
+    "scheduler_type": "prefill_first",
+    "safety_margin": 0.2,
+    "seed": 5,
+    "max_blocks_per_request": 8,
+    "use_async_batching": True,
+    "use_cuda_graph": (False, True),
+    "q_padding_interval_size": 16,
+    "kv_padding_interval_size": 16,
+    "varlen_compile_config": CompileConfig(),
+    "decode_compile_config": CompileConfig(dynamic=True),
+    "default_compile_level": 1,
+    "auto_switch_to_flash": False,
+    "cpu_offload_space": None,
+    "cpu_offload_space_safety_threshold": 0.5,
+    "max_queue_size": 4,
+    "cpu_group_timeout": None,
+}
+ALWAYS: dict[str, Any] = {
+    "return_logprobs": True,
+    "per_request_processors": True,
+    "drop_unsupported_processors": False,
+    "disable_nccl_graph_mixing": False,
+}
+OLD: dict[str, Any] = {"block_size": 8, "use_default_compile_configs": True, "max_cached_graphs": 3}
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_blocks_per_request", 8),
-        ("use_async_batching", True),
-        ("use_cuda_graph", True),
-        ("q_padding_interval_size", 16),
-        ("kv_padding_interval_size", 16),
-        ("varlen_compile_config", CompileConfig()),
-        ("default_compile_level", 1),
-        ("auto_switch_to_flash", False),
-        ("cpu_offload_space", 1.0),
-        ("max_queue_size", 4),
-        ("cpu_group_timeout", 1.0),
-    ],
-)
-def test_settings_of_transformers_that_are_not_offered_are_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(ValueError) as caught:
-        EngineConfig.from_any(ContinuousBatchingConfig(**{field: value}))
-    assert f"not offered by RolloutEngine: {field}=" in str(caught.value)
-    assert "leave them at their defaults" in str(caught.value)
+def test_every_setting_of_transformers_is_understood() -> None:
+    """A setting that transformers adds must be looked at."""
+    names = {f.name for f in dataclasses.fields(ContinuousBatchingConfig)}
+    assert names == set(SHARED) | set(ALWAYS) | set(OLD)
+    expected = EngineConfig(**SHARED)
+    assert EngineConfig.from_any(ContinuousBatchingConfig(**SHARED, **ALWAYS)) == expected
+    assert EngineConfig.from_any({**SHARED, **ALWAYS}) == expected
 
 
-def test_all_refused_settings_are_named_at_once() -> None:
-    with pytest.raises(ValueError, match="use_async_batching=True, default_compile_level=2"):
-        EngineConfig.from_any(ContinuousBatchingConfig(use_async_batching=True, default_compile_level=2))
+def test_deprecated_names_are_understood_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="block_size is deprecated: use page_size"):
+        assert EngineConfig.from_any({"block_size": 8}) == EngineConfig(page_size=8)
+    with pytest.warns(FutureWarning, match="use default_compile_level"):
+        assert EngineConfig.from_any({"use_default_compile_configs": True}).default_compile_level == 3
+    with pytest.warns(FutureWarning, match="it has no effect any more"):
+        assert EngineConfig.from_any({"max_cached_graphs": 3}) == EngineConfig()
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="page_size is given twice"):
+        EngineConfig.from_any({"block_size": 8, "page_size": 16})
+    theirs = ContinuousBatchingConfig(**OLD)
+    assert EngineConfig.from_any(theirs) == EngineConfig(page_size=8, default_compile_level=3, seed=None)
+
+
+def test_a_setting_that_transformers_adds_is_refused_by_name() -> None:
+    @dataclasses.dataclass
+    class Newer(ContinuousBatchingConfig):
+        warp: int = 0
+
+    Newer.__name__ = "ContinuousBatchingConfig"
+    EngineConfig.from_any(Newer())
+    with pytest.raises(ValueError, match=r"not offered by RolloutEngine: warp=9; leave them"):
+        EngineConfig.from_any(Newer(warp=9))
+
+
+def test_async_batching_needs_graphs() -> None:
+    with pytest.raises(ValueError, match="use_async_batching=True needs CUDA graphs"):
+        EngineConfig(use_async_batching=True, use_cuda_graph=False)
 
 
 def test_a_bad_value_in_transformers_config_is_refused_by_our_rule() -> None:
