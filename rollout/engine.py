@@ -33,6 +33,7 @@ from rollout.sampling import SamplingRow, draw
 from rollout.scheduler import Scheduler
 from rollout.scoring import score_sequences
 from rollout.sequence import Sequence as Sample
+from rollout.swap import SwapSpace
 from rollout.tables import PageTables
 from rollout.types import (
     MAX_SEED,
@@ -275,7 +276,7 @@ class RolloutEngine:
         self._is_sized = False
         self._capacity.renew()
         self._packed.release()
-        self._scheduler.replace_tables(self._empty_tables())
+        self._scheduler.replace_tables(self._empty_tables(), self._empty_swap())
 
     def check(self) -> None:
         """Audit the page books; raises AssertionError. For tests and idle time."""
@@ -357,7 +358,12 @@ class RolloutEngine:
             plan = self._scheduler.plan()
         if plan is None:
             return
-        self._meter.count_step(num_tokens=plan.num_tokens, pages_held=self._scheduler.tables.num_held)
+        self._meter.count_step(
+            num_tokens=plan.num_tokens,
+            pages_held=self._scheduler.tables.num_held,
+            pages_saved=sum(transfer.num_pages for transfer in plan.saves),
+            pages_loaded=sum(transfer.num_pages for transfer in plan.loads),
+        )
         layout = self._plan.layout
         with self._meter.stage("build"):
             batch = build_batch(
@@ -387,7 +393,7 @@ class RolloutEngine:
         if any(new < old for new, old in zip(pages, self._cache.num_pages, strict=True)):
             # another division between the layer groups: start over within the same bound
             self._cache.release()
-            self._scheduler.replace_tables(self._empty_tables())
+            self._scheduler.replace_tables(self._empty_tables(), self._empty_swap())
         if pages != self._cache.num_pages:
             self._cache.resize(pages)
             self._capacity.log(pages)
@@ -446,9 +452,9 @@ class RolloutEngine:
             self._cache = KVCache(plan.layout, self.config.page_size)
             self._capacity = CapacityPlanner(self.config, plan.layout, position_limit(config))
         if is_first:
-            self._scheduler = Scheduler(self.config, self._empty_tables())
+            self._scheduler = Scheduler(self.config, self._empty_tables(), self._empty_swap())
         elif not is_same:
-            self._scheduler.replace_tables(self._empty_tables())
+            self._scheduler.replace_tables(self._empty_tables(), self._empty_swap())
 
     def _empty_tables(self) -> PageTables:
         windows = self._plan.layout.windows
@@ -460,6 +466,9 @@ class RolloutEngine:
         )
         tables.start_version(self.weight_version)
         return tables
+
+    def _empty_swap(self) -> SwapSpace:
+        return SwapSpace(self._capacity.swap_bytes(), self._plan.layout.page_bytes(self.config.page_size))
 
     def _current_autocast(self) -> torch.dtype | None:
         kind = self._device.type
