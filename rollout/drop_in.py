@@ -9,8 +9,10 @@ them away again.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -21,7 +23,7 @@ from rollout.generation_config import params_from
 from rollout.manager import ContinuousBatchingManager
 from rollout.outputs import GenerationOutput
 from rollout.requests import Prompt
-from rollout.types import RolloutError, SamplingParams
+from rollout.types import MAX_SEED, RolloutError, SamplingParams
 from rollout.weights import base_model_of
 
 NAMES = (
@@ -80,6 +82,7 @@ class _Attachment:
         self._config: EngineConfig | None = None
         self._engine: RolloutEngine | None = None
         self._manager: ContinuousBatchingManager | None = None
+        self._num_engines = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Attachment":
         return _Attachment(copy.deepcopy(self._model, memo), self._tokenizer)
@@ -216,8 +219,12 @@ class _Attachment:
             if self._manager is not None:
                 self._manager.destroy()
                 self._manager = None
-            self._engine = RolloutEngine(self._model, tokenizer=self._tokenizer, config=wanted)
+            config = wanted
+            if config.seed is None:  # another engine of this model must not draw the same again
+                config = replace(config, seed=(torch.initial_seed() + self._num_engines) % MAX_SEED)
+            self._engine = RolloutEngine(self._model, tokenizer=self._tokenizer, config=config)
             self._config = wanted
+            self._num_engines += 1
         return self._engine
 
     def _generation_config(self, given: GenerationConfig | None) -> GenerationConfig:

@@ -6,7 +6,6 @@ promises that need all of them: a change of weights is noticed before a token is
 fault stays in that request, and nothing of the trainer's model is touched.
 """
 
-import secrets
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 
@@ -83,8 +82,7 @@ class RolloutEngine:
         self._base = base_model_of(model)
         self._tokenizer = tokenizer
         self._packed = PackedLinears(self.config.pack_weights)
-        seed = secrets.randbelow(MAX_SEED) if self.config.seed is None else self.config.seed
-        self._requests = RequestBuilder(tokenizer, seed=seed, rank=_rank())
+        self._requests = RequestBuilder(tokenizer, seed=_seed(self.config), rank=_rank())
         self._finished: list[Completion] = []
         self._meter = Meter()
         self._is_sized = False  # whether the cache was sized since the last request came
@@ -495,6 +493,12 @@ def _sampling_row(sequence: Sample) -> SamplingRow:
         noise_key=request.noise_key,
         index=request.first_index + sequence.index,
     )
+
+
+def _seed(config: EngineConfig) -> int:
+    """The config's seed, else torch's: random, or what ``set_seed`` of the trainer made of it. Looking it
+    up draws nothing from the global generator."""
+    return torch.initial_seed() % MAX_SEED if config.seed is None else config.seed
 
 
 def _rank() -> int:

@@ -184,7 +184,7 @@ class KVCache:
 
 
 def _to_host(copy: Tensor) -> Tensor:
-    """A tensor of our own in host memory: pinned if it comes from a GPU, which then need not be waited for."""
+    """A copy in host memory: pinned if it comes from a GPU, which then need not be waited for."""
     if copy.device.type == "cpu":
         return copy
     host = torch.empty(copy.shape, dtype=copy.dtype, pin_memory=True)

@@ -26,7 +26,7 @@ class SwapSpace:
         """Bytes that are not taken."""
 
     def save(self, sequence: Sequence) -> PageTransfer | None:
-        """Take space for what ``sequence`` has computed; ``None`` if there is too little or nothing to save."""
+        """Take space for what ``sequence`` has computed; ``None`` if there is too little, or nothing."""
         saved = SavedPages(
             num_pages=tuple(map(len, sequence.tables)),
             first_page=tuple(sequence.first_page),

@@ -155,6 +155,32 @@ def test_copies_and_pickles_have_engines_of_their_own() -> None:
     assert after.completion.policy_logprobs == before.completion.policy_logprobs
 
 
+DRAWN = GenerationConfig(do_sample=True, max_new_tokens=8, eos_token_id=-1)
+
+
+def drawn(seed: int | None, torch_seed: int, *page_sizes: int) -> list[list[int]]:
+    """What an attached model draws, call by call."""
+    torch.manual_seed(torch_seed)
+    before = torch.get_rng_state()
+    model, tokens = attached(), []
+    for page_size in page_sizes:
+        config = ContinuousBatchingConfig(seed=seed, page_size=page_size)
+        (output,) = model.generate_batch(
+            [[5]], generation_config=DRAWN, continuous_batching_config=config
+        ).values()
+        tokens.append(output.generated_tokens)
+    assert torch.equal(torch.get_rng_state(), before)
+    return tokens
+
+
+def test_without_a_seed_draws_follow_torchs_and_no_two_calls_draw_the_same() -> None:
+    first = drawn(None, 1, 8, 8, 16, 8)
+    assert len(set(map(tuple, first))) == 4, "a new config must not start the same noise again"
+    assert drawn(None, 1, 8, 8, 16, 8) == first
+    assert drawn(None, 2, 8, 8, 16, 8) != first
+    assert drawn(7, 1, 8) == drawn(7, 2, 8) != first[:1]
+
+
 # ---- generation config
 
 

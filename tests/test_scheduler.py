@@ -863,7 +863,7 @@ def test_a_loaded_prefix_can_be_found_again() -> None:
 
 @pytest.mark.parametrize("policy", WEIGHT_CHANGE_POLICIES)
 def test_saved_pages_and_a_change_of_weights(policy: str) -> None:
-    driver, first, second = saved_one()
+    driver, _, second = saved_one()
     if policy != "cancel":  # which ends both: they have tokens
         driver.change_weights(policy)
         plan = driver.step()
