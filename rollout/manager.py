@@ -98,6 +98,11 @@ class ContinuousBatchingManager:
         self.fatal_error: BaseException | None = None
         """What ended the loop's thread, if that was no stop."""
 
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine, which the loop's thread uses while it runs."""
+        return self._engine
+
     def use_defaults(self, defaults: SamplingParams | Callable[[Prompt], SamplingParams]) -> None:
         """Other parameters for the requests that are added from now on."""
         self._defaults = defaults

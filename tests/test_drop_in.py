@@ -2,6 +2,7 @@
 
 import copy
 import io
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -107,6 +108,48 @@ def test_a_kept_manager_takes_another_generation_config_and_hinders_no_batch() -
         assert again is manager
         output = again.get_result(again.add_request([5]), timeout=SECONDS)
     assert len(output.generated_tokens) == 2
+
+
+def test_a_kept_manager_ends_when_another_config_is_asked_for() -> None:
+    model = attached()
+    pages = [ContinuousBatchingConfig(page_size=size) for size in (8, 16)]
+    managers = []
+    for config in (pages[0], pages[0], None, pages[1], pages[0]):
+        with model.continuous_batching_context_manager(
+            GREEDY, continuous_batching_config=config, persistent_manager=True
+        ) as manager:
+            assert manager.get_result(manager.add_request([5]), timeout=SECONDS).error is None
+        managers.append(manager)
+    first, again, unasked, other, back = managers
+    assert first is again is unasked and len({first, other, back}) == 3
+    assert (first.engine.config.page_size, other.engine.config.page_size) == (8, 16)
+    with pytest.raises(RuntimeError, match="destroyed"):
+        first.start()
+
+
+def test_batches_beside_a_running_manager_and_from_several_threads() -> None:
+    model = attached()
+    with model.continuous_batching_context_manager(GREEDY, persistent_manager=True) as manager:
+        ids = [manager.add_request([5, i], max_new_tokens=60) for i in range(6, 10)]
+        with ThreadPoolExecutor(4) as pool:
+            batches = list(
+                pool.map(lambda i: model.generate_batch([[5, i]], generation_config=GREEDY), range(6, 10))
+            )
+        running = [manager.get_result(each, timeout=SECONDS) for each in ids]
+        assert manager.is_running()
+    for batch, output in zip(batches, running, strict=True):
+        (single,) = batch.values()
+        assert len(output.generated_tokens) == 60
+        assert_greedy(TINY_MODELS["llama"](), single.completion)
+    rollout.detach(model)
+
+
+def test_detach_ends_a_running_manager() -> None:
+    model = attached()
+    manager = model.init_continuous_batching(GREEDY)
+    manager.start()
+    rollout.detach(model)
+    assert not manager.is_running()
 
 
 def test_init_start_add_stop() -> None:
