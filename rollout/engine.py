@@ -15,7 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from rollout.attention import AttentionBackend, make_backend
+from rollout.attention import AttentionBackend, make_backend, page_size_for
 from rollout.batch import build_batch
 from rollout.capacity import CapacityPlanner
 from rollout.commit import commit
@@ -362,11 +362,12 @@ class RolloutEngine:
         with self._meter.stage("build"):
             batch = build_batch(
                 plan,
-                page_size=self.config.page_size,
+                page_size=self._cache.page_size,
                 windows=layout.windows,
                 dtype=layout.dtype,
                 device=self._device,
                 masks=self._backend.needs_masks,
+                run_rules=self._backend.run_rules,
             )
         self._packed.take_seconds()  # those before were counted where they were spent
         with self._meter.stage("forward"):
@@ -431,10 +432,23 @@ class RolloutEngine:
         unfuse_layers(view)  # what agreed under another autocast need not agree under this one
         with self._packed.watching():
             plan = probe(view, config, self._device)
-        self._backend = make_backend(self.config.attn_implementation, plan.layout, self._kernels)
+        self._backend = make_backend(
+            self.config.attn_implementation,
+            plan.layout,
+            self._kernels,
+            traits=plan.traits,
+            page_size=self.config.page_size,
+            max_decode_pages=self.config.max_blocks_per_request,
+            may_flash=self.config.auto_switch_to_flash,
+        )
+        page_size, order = page_size_for(self._backend, self.config.page_size), self._backend.page_order
         if self._kernels is not None:
             fuse_layers(view, self._kernels, self._device, position_limit(config))
-        is_same = not is_first and plan.layout == self._plan.layout
+        is_same = (
+            not is_first
+            and plan.layout == self._plan.layout
+            and (page_size, order) == (self._cache.page_size, self._cache.order)
+        )
         self._plan = plan
         self._requests.renew(
             vocab_size=plan.vocab_size,
@@ -443,8 +457,10 @@ class RolloutEngine:
         )
         if not is_same:
             self._is_sized = False
-            self._cache = KVCache(plan.layout, self.config.page_size)
-            self._capacity = CapacityPlanner(self.config, plan.layout, position_limit(config))
+            self._cache = KVCache(plan.layout, page_size, order)
+            self._capacity = CapacityPlanner(
+                self.config, plan.layout, page_size=page_size, position_limit=position_limit(config)
+            )
         if is_first:
             self._scheduler = Scheduler(self.config, self._empty_tables())
         elif not is_same:
@@ -453,7 +469,7 @@ class RolloutEngine:
     def _empty_tables(self) -> PageTables:
         windows = self._plan.layout.windows
         tables = PageTables(
-            page_size=self.config.page_size,
+            page_size=self._cache.page_size,
             windows=windows,
             num_pages=tuple(0 for _ in windows),
             share=self.config.allow_block_sharing,
