@@ -426,7 +426,7 @@ class RolloutEngine:
         is_first = "_plan" not in vars(self)
         self._device = single_device(self._model)
         config = self._base.config.get_text_config()
-        self._autocast = self._current_autocast()
+        autocast = self._current_autocast()
         self._kernels = chosen_kernels(self.config.native_kernels, self._device)
         self._packed.version = self._weights.next_version  # copies made from here on are the new version's
         unfuse_layers(view)  # what agreed under another autocast need not agree under this one
@@ -449,7 +449,7 @@ class RolloutEngine:
             and plan.layout == self._plan.layout
             and (page_size, order) == (self._cache.page_size, self._cache.order)
         )
-        self._plan = plan
+        self._plan, self._autocast = plan, autocast  # not before: what was refused is looked at again
         self._requests.renew(
             vocab_size=plan.vocab_size,
             position_limit=position_limit(config),
