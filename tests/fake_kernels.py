@@ -53,7 +53,7 @@ def attend_by_table(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The definition: row by row; a query ``i`` of ``q`` sees keys around ``i + k - q`` of the row's ``k``."""
+    """The definition, row by row: of ``q`` queries and ``k`` keys, query ``i`` lies at key ``i + k - q``."""
     left, right = window_size
     right = 0 if causal else right
     out = torch.empty_like(query)
@@ -61,7 +61,8 @@ def attend_by_table(
     for row, length in enumerate(lengths.tolist()):
         begin, end = cu_q[row : row + 2].tolist()
         key, value = (
-            x[table[row].long()].flatten(0, 1)[:length].repeat_interleave(groups, dim=1) for x in (keys, values)
+            x[table[row].long()].flatten(0, 1)[:length].repeat_interleave(groups, dim=1)
+            for x in (keys, values)
         )
         scores = torch.einsum("qnh,knh->nqk", query[begin:end].float(), key.float()) * scale
         if softcap:

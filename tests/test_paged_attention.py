@@ -1,7 +1,8 @@
 """Whole runs through the paged backends, over kernels that check what they are given.
 
-Tokens and logprobs are compared with those of the sdpa backend and with the oracle's, on every kind of
-step: chunked prompts, prefix hits, forks, sliding windows, decode rows beside prompts, preemption.
+Tokens and logprobs are compared with those of the sdpa backend (which test_parity compares with the
+oracle's) on every kind of step: chunked prompts, prefix hits, forks, sliding windows, decode rows beside
+prompts, preemption.
 """
 
 import logging
@@ -32,16 +33,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {"page_size": 8},
     "chunked": {"page_size": 4, "max_batch_tokens": 16},
     "preempting": {"page_size": 4, "num_blocks": 20},
-    "few at a time": {"page_size": 4, "max_requests_per_batch": 3},
     "long rows go with prompts": {"page_size": 4, "max_blocks_per_request": 5},
     "no fast path": {"page_size": 4, "max_blocks_per_request": 0},
 }
-# what every kernel serves, then what only some do
 CASES = [
-    *((fake, name) for fake in FAKES for name in ("llama", "llama_mha_tied", "mistral", "gemma3")),
-    ("flash 2", "gemma2"),
-    ("flash 3", "gemma2"),
-    ("flash 3", "gpt_oss"),
+    *((fake, name, way) for fake in FAKES for name in ("llama", "gemma3") for way in WAYS),
+    *((fake, name, "chunked") for fake in FAKES for name in ("llama_mha_tied", "mistral")),
+    *(("flash 2", "gemma2", way) for way in ("chunked", "preempting")),  # soft caps
+    *(("flash 3", "gpt_oss", way) for way in ("chunked", "preempting")),  # sinks
 ]
 
 
@@ -71,8 +70,7 @@ def sdpa_twin(name: str) -> RolloutBatch:
     return run(name, {"page_size": 8, "attn_implementation": "sdpa", "native_kernels": False})
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("fake_name", "name"), CASES)
+@pytest.mark.parametrize(("fake_name", "name", "way"), CASES)
 def test_tokens_and_logprobs_are_those_of_sdpa(
     fake_name: str, name: str, way: str, use: Callable[[Fake], Fake]
 ) -> None:
@@ -84,7 +82,9 @@ def test_tokens_and_logprobs_are_those_of_sdpa(
     for i, (one, other) in enumerate(zip(sdpa_twin(name), batch, strict=True)):
         key = (i // 2, zlib.crc32(array("q", one.prompt_ids).tobytes()), 0)
         assert_same_draws(model, one, other, TEMPERATURES[i // 2], key)
-        assert_logprobs(model, other, temperature=TEMPERATURES[i // 2])
+        if one.token_ids == other.token_ids:  # else a tie, and what follows it may differ
+            gaps = zip(one.policy_logprobs, other.policy_logprobs, strict=True)
+            assert max(abs(a - b) for a, b in gaps) < 2e-4
 
 
 @pytest.mark.parametrize("way", ["preempting", "chunked", "plain"])

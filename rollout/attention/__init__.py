@@ -75,21 +75,21 @@ def make_backend(
     if name not in BACKENDS:
         raise ValueError(f"attn_implementation={name!r} is unknown; known: {', '.join(BACKENDS)}")
     paged = {"flash": ["flash"], "varlen": ["varlen"]}.get(name, [])
-    if name == "auto" and layout.device.type != "cpu":
+    if name == "auto" and layout.device.type == "cuda":
         paged = ["flash", "varlen"] if may_flash else ["varlen"]
-    reasons = []
+    reasons: dict[str, str] = {}
     for choice in paged:
         try:
             kernel = _paged_kernel(choice, layout, traits or AttentionTraits(), page_size)
         except KernelUnavailable as reason:
-            reasons.append(f"{choice} ({reason})")
+            reasons[choice] = str(reason)
             continue
-        logger.info("attention by %s%s", kernel.name, f"; not by {'; '.join(reasons)}" if reasons else "")
+        logger.info("attention backend: %s, by %s%s", choice, kernel.name, _why_not(reasons))
         return PagedAttention(kernel, RunRules(_decode_limit(max_decode_pages, layout)))
     if paged and name != "auto":
-        raise ValueError(f"attn_implementation={name!r} is not possible here: {reasons[0]}; use 'auto'")
+        raise ValueError(f"attn_implementation={name!r} is not possible here: {reasons[name]}; use 'auto'")
     if paged:
-        logger.warning("attention by sdpa, which gathers pages at every step; not by %s", "; ".join(reasons))
+        logger.warning("attention backend: sdpa, which is slow on a GPU%s", _why_not(reasons))
     if max_decode_pages:
         logger.warning(
             "max_blocks_per_request=%d has no effect: it is for the attention backends flash and varlen",
@@ -122,6 +122,10 @@ def _paged_kernel(
     if reason is not None:
         raise KernelUnavailable(reason)
     return kernel
+
+
+def _why_not(reasons: dict[str, str]) -> str:
+    return "".join(f"; not {name}: {reason}" for name, reason in reasons.items())
 
 
 def _decode_limit(max_decode_pages: int | None, layout: CacheLayout) -> int | None:
