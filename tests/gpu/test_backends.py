@@ -15,7 +15,6 @@ from rollout.attention.paged import KernelUnavailable, PagedAttention, PagedKern
 from rollout.batch import GroupBatch, build_batch
 from rollout.kv_cache import CacheLayout, KVCache, LayerShape
 from rollout.runs import RunRules
-from rollout.sequence import StepPlan
 from test_batch import Shape, random_plan
 from tiny_models import TINY_MODELS
 
