@@ -1,5 +1,6 @@
 """Which attention backend is taken, what is refused and in which words; no GPU is needed to ask."""
 
+import dataclasses
 import importlib.machinery
 import logging
 import sys
@@ -173,9 +174,7 @@ def test_the_page_size_is_the_kernels_unless_one_is_given(installed: Find) -> No
 def test_the_engine_works_with_the_page_size_that_the_kernel_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeFlash2(page_multiple=24)
     kernel = fake.kernel()
-    kernel.limits = type(kernel.limits)(
-        page_multiple=24, softcap=True, sinks=False, device_type="cpu", dtypes=(torch.float32,)
-    )
+    kernel.limits = dataclasses.replace(kernel.limits, page_multiple=24)
     monkeypatch.setattr(rollout.attention, "find_kernel", lambda name, device: kernel)
     engine = RolloutEngine(TINY_MODELS["llama"](), config={"attn_implementation": "flash"})
     batch = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, temperature=0))

@@ -5,6 +5,7 @@ oracle's) on every kind of step: chunked prompts, prefix hits, forks, sliding wi
 prompts, preemption.
 """
 
+import dataclasses
 import logging
 import zlib
 from array import array
@@ -182,9 +183,7 @@ def test_a_model_in_a_type_that_the_kernel_lost_is_refused_until_it_is_back(
     model: every call says so, the second one too, and under autocast it goes on."""
     fake = FakeVarlen()
     kernel = fake.kernel()
-    kernel.limits = type(kernel.limits)(
-        page_multiple=4, softcap=False, sinks=False, device_type="cpu", dtypes=(torch.bfloat16,)
-    )
+    kernel.limits = dataclasses.replace(kernel.limits, dtypes=(torch.bfloat16,))
     monkeypatch.setattr(rollout.attention, "find_kernel", lambda name, device: kernel)
     config = EngineConfig(page_size=4, attn_implementation="varlen", native_kernels=False)
     with torch.autocast("cpu", torch.bfloat16):
@@ -195,3 +194,21 @@ def test_a_model_in_a_type_that_the_kernel_lost_is_refused_until_it_is_back(
             engine.generate([[1, 2, 3]], params)
     with torch.autocast("cpu", torch.bfloat16):
         assert len(engine.generate([[1, 2, 3]], params)[0].token_ids) == 3
+
+
+def test_another_kernel_for_the_same_model_gets_another_cache(use: Callable[[Fake], Fake]) -> None:
+    """A view made anew looks for kernels anew: the one found then may need other pages."""
+    use(FakeVarlen())
+    model = TINY_MODELS["llama"]()
+    engine = RolloutEngine(model, config={"attn_implementation": "varlen", "native_kernels": False})
+    params = SamplingParams(max_new_tokens=5, temperature=0)
+    engine.generate([[1, 2, 3]], params)
+    fake = FakeVarlen(page_multiple=24)
+    kernel = fake.kernel()
+    kernel.limits = dataclasses.replace(kernel.limits, page_multiple=24)
+    fake.kernel = lambda: kernel  # type: ignore[method-assign]
+    use(fake)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # type: ignore[union-attr]
+    (completion,) = engine.generate([[1, 2, 3]], params)
+    assert fake.calls.all
+    assert_logprobs(model, completion, temperature=0.0)
