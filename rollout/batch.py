@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rollout.runs import PagedRun, RowSpan, RunRules, build_runs
 from rollout.sequence import PageTransfer, PlannedRow, SavedPages, StepPlan
 
 BUCKET_OVERHEAD_KEYS = 512
@@ -61,17 +62,6 @@ class Bucket:
     first slot of its table."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowSpan:
-    """One row on the host side: its packed tokens, their positions, and its pages."""
-
-    start: int
-    length: int
-    position: int
-    first_page: int
-    pages: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupBatch:
     """What one layer group needs in this step."""
@@ -81,6 +71,9 @@ class GroupBatch:
     """[T] int64, where each token's key and value are stored: page * S + slot."""
     rows: tuple[RowSpan, ...]
     buckets: tuple[Bucket, ...]
+    """Empty where there are runs."""
+    runs: tuple[PagedRun, ...]
+    """What paged kernels take instead of buckets; only for backends that ask for them."""
     copy_sources: Tensor | None
     copy_targets: Tensor | None
     fresh_pages: Tensor | None
@@ -128,7 +121,8 @@ class StepBatch:
         for group in self.groups:
             assert group.slots.shape == (tokens,) and group.slots.dtype == torch.int64
             assert len(set(group.slots.tolist())) == tokens, "two tokens share a slot"
-            runs = [(bucket.start, bucket.end) for bucket in group.buckets]
+            parts = group.runs or group.buckets
+            runs = [(part.start, part.end) for part in parts]
             assert [0, *(end for _, end in runs)] == [*(start for start, _ in runs), tokens]
 
 
@@ -140,10 +134,12 @@ def build_batch(
     dtype: torch.dtype,
     device: torch.device,
     masks: bool = True,
+    run_rules: RunRules | None = None,
 ) -> StepBatch:
     """Lay out a plan. ``dtype`` is that of the cache, which the attention bias takes too.
 
-    Without ``masks`` all decode rows make one bucket and tell which keys they see by ``seen``.
+    Without ``masks`` all decode rows make one bucket and tell which keys they see by ``seen``. With
+    ``run_rules`` there are runs for a paged kernel and no buckets.
     """
     runs = _split_by_kind(plan.rows)
     rows = [row for _, run in runs for row in run]
@@ -160,7 +156,7 @@ def build_batch(
         packed_rows=tuple(rows),
         row_starts=tuple(int(start) for start in starts[:-1]),
         groups=tuple(
-            _build_group(plan, runs, rows, starts, group, page_size, window, dtype, device, masks)
+            _build_group(plan, runs, rows, starts, group, page_size, window, dtype, device, masks, run_rules)
             for group, window in enumerate(windows)
         ),
         saves=_moves(plan.saves, device),
@@ -197,6 +193,7 @@ def _build_group(
     dtype: torch.dtype,
     device: torch.device,
     masks: bool,
+    run_rules: RunRules | None,
 ) -> GroupBatch:
     spans = tuple(
         RowSpan(
@@ -208,6 +205,36 @@ def _build_group(
         )
         for row, start in zip(rows, starts, strict=False)
     )
+    buckets: list[Bucket] = []
+    paged: tuple[PagedRun, ...] = ()
+    if run_rules is not None:
+        num_decode = sum(len(run) for kind, run in runs if kind is BucketKind.DECODE)
+        paged = build_runs(spans, num_decode, page_size, window, run_rules, device)
+    else:
+        buckets = _build_buckets(spans, runs, page_size, window, dtype, device, masks)
+    copies = [copy for copy in plan.copies if copy.group == group]
+    fresh = plan.fresh_pages[group] if plan.fresh_pages else ()
+    return GroupBatch(
+        window=window,
+        slots=torch.from_numpy(np.concatenate([_slots(span, page_size) for span in spans])).to(device),
+        rows=spans,
+        buckets=tuple(buckets),
+        runs=paged,
+        copy_sources=torch.tensor([c.source for c in copies], device=device) if copies else None,
+        copy_targets=torch.tensor([c.target for c in copies], device=device) if copies else None,
+        fresh_pages=torch.tensor(fresh, device=device) if fresh else None,
+    )
+
+
+def _build_buckets(
+    spans: SequenceABC[RowSpan],
+    runs: list[tuple[BucketKind, list[PlannedRow]]],
+    page_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    masks: bool,
+) -> list[Bucket]:
     buckets, done = [], 0
     for kind, run in runs:
         of_kind = spans[done : done + len(run)]
@@ -217,17 +244,7 @@ def _build_group(
             continue
         for first, last in _cut(kind, of_kind, page_size):
             buckets.append(_build_bucket(kind, of_kind[first:last], page_size, window, dtype, device))
-    copies = [copy for copy in plan.copies if copy.group == group]
-    fresh = plan.fresh_pages[group] if plan.fresh_pages else ()
-    return GroupBatch(
-        window=window,
-        slots=torch.from_numpy(np.concatenate([_slots(span, page_size) for span in spans])).to(device),
-        rows=spans,
-        buckets=tuple(buckets),
-        copy_sources=torch.tensor([c.source for c in copies], device=device) if copies else None,
-        copy_targets=torch.tensor([c.target for c in copies], device=device) if copies else None,
-        fresh_pages=torch.tensor(fresh, device=device) if fresh else None,
-    )
+    return buckets
 
 
 def _slots(span: RowSpan, page_size: int) -> npt.NDArray[np.int64]:

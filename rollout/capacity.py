@@ -19,15 +19,18 @@ class CapacityPlanner:
 
     Example::
 
-        planner = CapacityPlanner(EngineConfig(max_memory=2**30), layout, position_limit=8192)
+        planner = CapacityPlanner(EngineConfig(max_memory=2**30), layout, page_size=32, position_limit=8192)
         planner.refuse_unfit(request)
         num_pages = planner.num_pages([request], current=(0,))
     """
 
-    def __init__(self, config: EngineConfig, layout: CacheLayout, position_limit: int) -> None:
+    def __init__(
+        self, config: EngineConfig, layout: CacheLayout, *, page_size: int, position_limit: int
+    ) -> None:
         self._config = config
         self._layout = layout
-        self._page_bytes = layout.page_bytes(config.page_size)
+        self._page_size = page_size
+        self._page_bytes = layout.page_bytes(page_size)
         self._position_limit = position_limit
         self._budget: int | None = None
 
@@ -80,7 +83,7 @@ class CapacityPlanner:
             if max(pages) > self._config.num_blocks:
                 raise ValueError(
                     f"the prompt of {len(request.prompt_ids)} tokens needs {max(pages)} pages of "
-                    f"{self._config.page_size} tokens and num_blocks={self._config.num_blocks}; "
+                    f"{self._page_size} tokens and num_blocks={self._config.num_blocks}; "
                     "raise num_blocks or shorten the prompt"
                 )
             return
@@ -121,7 +124,7 @@ class CapacityPlanner:
         logger.info(
             "key/value cache: %s pages of %d tokens, %d bytes (%.1f MiB) of %s on %s",
             " + ".join(map(str, num_pages)),
-            self._config.page_size,
+            self._page_size,
             self._bytes(num_pages),
             self._bytes(num_pages) / 2**20,
             self._layout.dtype,
@@ -130,7 +133,7 @@ class CapacityPlanner:
 
     def _least(self, requests: list[Request]) -> list[int]:
         """Pages with which each request can run alone to its end, or if that is too much, begin."""
-        page_size = self._config.page_size
+        page_size = self._page_size
         to_the_end = [
             max(pages_to_hold(self._total_len(r), window, page_size, chunk=page_size) for r in requests)
             for window in self._layout.windows
@@ -146,7 +149,7 @@ class CapacityPlanner:
         return sum(count * size for count, size in zip(pages, self._page_bytes, strict=True))
 
     def _pages_of_prompt(self, request: Request) -> list[int]:
-        page_size = self._config.page_size
+        page_size = self._page_size
         return [
             pages_to_hold(len(request.prompt_ids), window, page_size, chunk=page_size)
             for window in self._layout.windows
@@ -155,7 +158,7 @@ class CapacityPlanner:
     def _wanted(self, group: int, requests: list[Request]) -> int:
         """Pages for as many samples as may run together, the longest ones, plus the margin."""
         config, window = self._config, self._layout.windows[group]
-        page_size, chunk = config.page_size, config.resolved_max_batch_tokens
+        page_size, chunk = self._page_size, config.resolved_max_batch_tokens
         per_sample: list[int] = []
         shared = 0
         for request in requests:

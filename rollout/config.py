@@ -47,8 +47,9 @@ class EngineConfig:
         ValueError: a field is out of range, or two fields contradict each other.
     """
 
-    page_size: int = 32
-    """Tokens per page of the key/value cache, at least 4."""
+    page_size: int | None = None
+    """Tokens per page of the key/value cache, at least 4. ``None`` means 32, or what the attention
+    backend's kernels need: 256 for flash attention 2, on which ``flash`` and ``varlen`` mostly rest."""
     num_blocks: int | None = None
     """Pages per layer group. ``None`` sizes the cache by ``max_memory`` or by the requests."""
     max_memory: int | None = None
@@ -72,7 +73,8 @@ class EngineConfig:
     allow_block_sharing: bool = True
     """Share pages between samples of a prompt and between equal prefixes."""
     attn_implementation: str = "auto"
-    """Attention backend, see :mod:`rollout.attention`."""
+    """Attention backend, see :mod:`rollout.attention`: ``"flash"`` and ``"varlen"`` for GPUs, ``"native"``
+    for CPUs, ``"sdpa"`` and ``"eager"`` for both. ``"auto"`` takes the fastest that serves the model."""
     native_kernels: bool | str = "auto"
     """Use kernels that are compiled for this CPU when first needed (by g++ in some 4 seconds, kept in
     the user's cache): paged attention, the passes of a draw, and the norms, rotary embedding and gated
@@ -113,17 +115,20 @@ class EngineConfig:
     use_async_batching: bool | None = None
     """Prepare a step while the one before it runs. Needs CUDA graphs."""
     max_blocks_per_request: int | None = None
-    """Pages of a sequence up to which decode-only steps take the device's fast path (a table of pages
-    per row); 0 never takes it. ``None`` sizes the table by the sequences."""
+    """Pages of a sequence up to which its decode rows take the fast path of the backends ``flash`` and
+    ``varlen`` (one query per row, a table of so many pages, no mask); longer ones go with the prompts. 0
+    never takes it, and is forced where layers slide. ``None`` sizes the table by the sequences."""
     auto_switch_to_flash: bool = True
-    """Let ``attn_implementation="auto"`` take flash attention on a GPU where it is installed."""
+    """Let ``attn_implementation="auto"`` take ``flash`` on a GPU where flash-attn or ``kernels`` is
+    installed; else it starts with ``varlen``."""
     cpu_group_timeout: float | None = 300.0
     """Seconds that a rank of a tensor-parallel model waits for the others; ``None`` for any time."""
     max_queue_size: int = 0
     """Requests that wait for a manager's loop to take them at the most; 0 for any number."""
 
     def __post_init__(self) -> None:
-        require_int("page_size", self.page_size, low=MIN_PAGE_SIZE)
+        if self.page_size is not None:
+            require_int("page_size", self.page_size, low=MIN_PAGE_SIZE)
         for name in ("num_blocks", "max_memory", "max_batch_tokens", "max_requests_per_batch"):
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), low=1)

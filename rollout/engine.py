@@ -14,7 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from rollout.attention import AttentionBackend, make_backend
+from rollout.attention import AttentionBackend, make_backend, page_size_for
 from rollout.batch import build_batch
 from rollout.capacity import CapacityPlanner
 from rollout.commit import commit
@@ -366,11 +366,12 @@ class RolloutEngine:
         with self._meter.stage("build"):
             batch = build_batch(
                 plan,
-                page_size=self.config.page_size,
+                page_size=self._cache.page_size,
                 windows=layout.windows,
                 dtype=layout.dtype,
                 device=self._device,
                 masks=self._backend.needs_masks,
+                run_rules=self._backend.run_rules,
             )
         self._packed.take_seconds()  # those before were counted where they were spent
         with self._meter.stage("forward"):
@@ -429,17 +430,30 @@ class RolloutEngine:
         is_first = "_plan" not in vars(self)
         self._device = single_device(self._model)
         config = self._base.config.get_text_config()
-        self._autocast = self._current_autocast()
+        autocast = self._current_autocast()
         self._kernels = chosen_kernels(self.config.native_kernels, self._device)
         self._packed.version = self._weights.next_version  # copies made from here on are the new version's
         unfuse_layers(view)  # what agreed under another autocast need not agree under this one
         with self._packed.watching():
             plan = probe(view, config, self._device)
-        self._backend = make_backend(self.config.attn_implementation, plan.layout, self._kernels)
+        self._backend = make_backend(
+            self.config.attn_implementation,
+            plan.layout,
+            self._kernels,
+            traits=plan.traits,
+            page_size=self.config.page_size,
+            max_decode_pages=self.config.max_blocks_per_request,
+            may_flash=self.config.auto_switch_to_flash,
+        )
+        page_size, order = page_size_for(self._backend, self.config.page_size), self._backend.page_order
         if self._kernels is not None:
             fuse_layers(view, self._kernels, self._device, position_limit(config))
-        is_same = not is_first and plan.layout == self._plan.layout
-        self._plan = plan
+        is_same = (
+            not is_first
+            and plan.layout == self._plan.layout
+            and (page_size, order) == (self._cache.page_size, self._cache.order)
+        )
+        self._plan, self._autocast = plan, autocast  # not before: what was refused is looked at again
         self._requests.renew(
             vocab_size=plan.vocab_size,
             position_limit=position_limit(config),
@@ -447,8 +461,10 @@ class RolloutEngine:
         )
         if not is_same:
             self._is_sized = False
-            self._cache = KVCache(plan.layout, self.config.page_size)
-            self._capacity = CapacityPlanner(self.config, plan.layout, position_limit(config))
+            self._cache = KVCache(plan.layout, page_size, order)
+            self._capacity = CapacityPlanner(
+                self.config, plan.layout, page_size=page_size, position_limit=position_limit(config)
+            )
         if is_first:
             self._scheduler = Scheduler(self.config, self._empty_tables(), self._empty_swap())
         elif not is_same:
@@ -457,7 +473,7 @@ class RolloutEngine:
     def _empty_tables(self) -> PageTables:
         windows = self._plan.layout.windows
         tables = PageTables(
-            page_size=self.config.page_size,
+            page_size=self._cache.page_size,
             windows=windows,
             num_pages=tuple(0 for _ in windows),
             share=self.config.allow_block_sharing,
@@ -466,7 +482,7 @@ class RolloutEngine:
         return tables
 
     def _empty_swap(self) -> SwapSpace:
-        return SwapSpace(self._capacity.swap_bytes(), self._plan.layout.page_bytes(self.config.page_size))
+        return SwapSpace(self._capacity.swap_bytes(), self._plan.layout.page_bytes(self._cache.page_size))
 
     def _current_autocast(self) -> torch.dtype | None:
         kind = self._device.type

@@ -6,9 +6,17 @@ H head dim.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
+
+
+class PageOrder(Enum):
+    """How a page lies in memory; what a backend reads fastest."""
+
+    HEADS_FIRST = "heads first"  # [K, P, S, H]: a head's keys of a page lie together
+    TOKENS_FIRST = "tokens first"  # [P, S, K, H]: what paged kernels are made for
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +74,15 @@ class CacheLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's keys ``[K, P, S, H]`` and values ``[K, P, S, H]``: views into the cache."""
+    """One layer's keys ``[K, P, S, H]`` and values ``[K, P, S, H]``: views into the cache, with
+    dimensions in this order however the pages lie in memory."""
 
     keys: Tensor
     values: Tensor
+
+    def tokens_first(self) -> tuple[Tensor, Tensor]:
+        """The same with dimensions ``[P, S, K, H]``, which are contiguous under that page order."""
+        return self.keys.permute(1, 2, 0, 3), self.values.permute(1, 2, 0, 3)
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store the step's keys and values ``[T, K, H]`` at ``slots`` ``[T] int64`` (page * S + slot)."""
@@ -88,9 +101,10 @@ class KVCache:
         cache.release()                      # memory goes back; resize() takes it again
     """
 
-    def __init__(self, layout: CacheLayout, page_size: int) -> None:
+    def __init__(self, layout: CacheLayout, page_size: int, order: PageOrder = PageOrder.HEADS_FIRST) -> None:
         self.layout = layout
         self.page_size = page_size
+        self.order = order
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._layers: dict[int, LayerPages] = {}  # views made once: a step asks for each
         self._num_pages: tuple[int, ...] = tuple(0 for _ in layout.groups)
@@ -171,11 +185,9 @@ class KVCache:
 
     def _make(self, layers: int, heads: int, pages: int, dim: int, old: Tensor | None) -> Tensor:
         # not torch.zeros: memory is touched only when a page is taken and cleared
-        new = torch.empty(
-            (layers, heads, pages + 1, self.page_size, dim),
-            dtype=self.layout.dtype,
-            device=self.layout.device,
-        )
+        sizes = [layers, heads, pages + 1, self.page_size, dim]
+        in_memory = (0, 2, 3, 1, 4) if self.order is PageOrder.TOKENS_FIRST else (0, 1, 2, 3, 4)
+        new = torch.empty_permuted(sizes, in_memory, dtype=self.layout.dtype, device=self.layout.device)
         new[:, :, 0] = 0  # the null page, which padded table entries read
         if old is not None:
             kept = min(old.shape[2], pages + 1)  # smaller only after a growth that failed half-way

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rollout.attention import attend_to_itself
+from rollout.attention import AttentionTraits, attend_to_itself
 from rollout.kv_cache import CacheLayout, LayerShape
 from rollout.types import UnsupportedModelError
 
@@ -30,6 +30,7 @@ class ModelPlan:
     """What the probe learnt: the cache layout and which attention module is which layer."""
 
     layout: CacheLayout
+    traits: AttentionTraits
     layer_of: Mapping[int, int]
     """``id(module)`` of the view's attention modules -> layer number."""
     vocab_size: int
@@ -46,6 +47,8 @@ class ProbeStep:
     shapes: list[LayerShape] = field(default_factory=list)
     layer_of: dict[int, int] = field(default_factory=dict)
     dtype: torch.dtype | None = None
+    has_softcap: bool = False
+    has_sinks: bool = False
 
     def attend(
         self,
@@ -61,6 +64,8 @@ class ProbeStep:
         name = f"attention layer {layer} ({type(module).__name__})"
         self._refuse_unservable(name, module, query, key, attention_mask, options)
         self.layer_of[id(module)] = layer
+        self.has_softcap |= options.get("softcap") is not None
+        self.has_sinks |= options.get("s_aux") is not None
         self.shapes.append(
             LayerShape(key.shape[1], key.shape[-1], value.shape[-1], self._window(layer, options))
         )
@@ -161,7 +166,8 @@ def probe(view: nn.Module, config: PreTrainedConfig, device: torch.device) -> Mo
         )
     assert step.dtype is not None
     layout = CacheLayout.from_layers(step.shapes, step.dtype, device)
-    return ModelPlan(layout, step.layer_of, logits.shape[-1], keeps_logits=logits.shape[1] == 1)
+    traits = AttentionTraits(has_softcap=step.has_softcap, has_sinks=step.has_sinks)
+    return ModelPlan(layout, traits, step.layer_of, logits.shape[-1], keeps_logits=logits.shape[1] == 1)
 
 
 def position_limit(config: PreTrainedConfig) -> int:

@@ -26,6 +26,7 @@ from rollout.types import NonFiniteLogits, SamplingParams, require_number
 MAX_LOGITS = 2**26
 """Logits of one forward at the most: 256 MB of float32."""
 PAGE_SIZE = 64
+"""Tokens per page, rounded up to what the backend can have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def score_sequences(
     ]
     scores: dict[int, list[float]] = {id(sample): [] for sample in samples}
     for pack in _packs(samples, max_tokens=max(1, MAX_LOGITS // plan.vocab_size)):
-        cache, tables = _pages_for(pack, plan)
+        cache, tables = _pages_for(pack, plan, backend)
         for chunks in pack:
             numbers = iter(_score_step(view, plan, backend, cache, tables, chunks, temperature))
             for chunk in chunks:
@@ -103,14 +104,17 @@ def _packs(samples: list[Sample], max_tokens: int) -> Iterator[list[list[_Chunk]
         yield [step]
 
 
-def _pages_for(pack: list[list[_Chunk]], plan: ModelPlan) -> tuple[KVCache, PageTables]:
+def _pages_for(
+    pack: list[list[_Chunk]], plan: ModelPlan, backend: AttentionBackend
+) -> tuple[KVCache, PageTables]:
+    page_size = -(-PAGE_SIZE // backend.page_multiple) * backend.page_multiple
     tokens = {id(chunk.sample): len(chunk.sample.ids) for step in pack for chunk in step}
-    pages = sum(-(-count // PAGE_SIZE) for count in tokens.values())
+    pages = sum(-(-count // page_size) for count in tokens.values())
     num_pages = (pages,) * len(plan.layout.groups)
-    cache = KVCache(plan.layout, PAGE_SIZE)
+    cache = KVCache(plan.layout, page_size, backend.page_order)
     cache.resize(num_pages)
     windows = plan.layout.windows
-    return cache, PageTables(page_size=PAGE_SIZE, windows=windows, num_pages=num_pages, share=False)
+    return cache, PageTables(page_size=page_size, windows=windows, num_pages=num_pages, share=False)
 
 
 def _score_step(
@@ -135,11 +139,12 @@ def _score_step(
     )
     batch = build_batch(
         step,
-        page_size=PAGE_SIZE,
+        page_size=cache.page_size,
         windows=layout.windows,
         dtype=layout.dtype,
         device=layout.device,
         masks=backend.needs_masks,
+        run_rules=backend.run_rules,
     )
     starts = {id(row.sequence): at for row, at in zip(batch.packed_rows, batch.row_starts, strict=True)}
     where = [starts[id(c.sample)] + position - c.start for c in chunks for position in c.scored]

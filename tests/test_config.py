@@ -58,7 +58,6 @@ def test_values_out_of_range_are_refused_by_name(field: str, value: Any, message
     [
         ("page_size", 32.0, "page_size=32.0 has type float; give a whole number"),
         ("page_size", True, "page_size=True has type bool"),
-        ("page_size", None, "page_size=None has type NoneType"),
         ("num_blocks", "9", "num_blocks='9' has type str"),
         ("max_memory", 2e9, "max_memory=2000000000.0 has type float"),
         ("max_memory_percent", "0.5", "max_memory_percent='0.5' has type str; give a number"),

@@ -405,8 +405,8 @@ def test_models_that_cannot_be_served_are_refused_when_built() -> None:
     model.config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(UnsupportedModelError, match="layer 1 has type 'linear_attention'"):
         RolloutEngine(model)
-    with pytest.raises(ValueError, match="known: auto, native, sdpa, eager"):
-        make(config={"attn_implementation": "flash"})
+    with pytest.raises(ValueError, match="known: auto, flash, varlen, native, sdpa, eager"):
+        make(config={"attn_implementation": "flash_attention_2"})
 
 
 def test_more_models_that_cannot_be_served_are_refused_with_the_reason() -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from rollout.kv_cache import CacheLayout, KVCache, LayerShape
+from rollout.kv_cache import CacheLayout, KVCache, LayerShape, PageOrder
 
 FULL, WINDOWED = LayerShape(2, 4, 6, None), LayerShape(1, 8, 8, 16)
 
@@ -75,3 +75,31 @@ def test_a_layers_pages_follow_the_tensors() -> None:
     cache.release()
     cache.resize((3, 2))
     assert cache.layer(0).keys.shape[1] == 4
+
+
+def test_both_page_orders_hold_the_same_and_differ_in_memory_only() -> None:
+    """Growth, copies, clearing and writing see dimensions in one order, whatever lies behind them."""
+    caches = []
+    for order in PageOrder:
+        layout = CacheLayout.from_layers((FULL, WINDOWED, FULL), torch.float32, torch.device("cpu"))
+        cache = KVCache(layout, page_size=4, order=order)
+        cache.resize((3, 2))
+        cache.clear_pages(0, torch.tensor([1, 2, 3]))
+        cache.layer(2).write(torch.tensor([6, 13]), torch.randn(2, 2, 4), torch.randn(2, 2, 6))
+        cache.layer(2).write(
+            torch.tensor([4, 11]), torch.arange(16.0).view(2, 2, 4), torch.arange(24.0).view(2, 2, 6)
+        )
+        cache.layer(2).write(torch.tensor([6, 13]), torch.ones(2, 2, 4), torch.ones(2, 2, 6))
+        cache.copy_pages(0, torch.tensor([1, 2]), torch.tensor([2, 3]))
+        cache.resize((5, 2))
+        cache.clear_pages(0, torch.tensor([1, 4, 5]))
+        caches.append(cache)
+    one, other = caches
+    assert one.num_bytes == other.num_bytes
+    assert torch.equal(one.layer(2).keys, other.layer(2).keys)
+    assert torch.equal(one.layer(2).values, other.layer(2).values)
+    assert one.layer(2).keys[:, 2, 0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert one.layer(2).keys.is_contiguous() and not other.layer(2).keys.is_contiguous()
+    keys, values = other.layer(2).tokens_first()
+    assert keys.shape == (6, 4, 2, 4) and keys.is_contiguous() and values.is_contiguous()
+    assert keys[2, 0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]

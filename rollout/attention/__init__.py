@@ -1,9 +1,19 @@
 """How a step attends: a table of backends, each a file of its own.
 
+======  ==========================================================================================
+flash   flash-attn 3 or 2, installed or fetched by ``kernels``; CUDA, half precision
+varlen  torch's own flash kernels over tables of pages; CUDA, half precision
+native  compiled for this CPU
+sdpa    torch's scaled_dot_product_attention over gathered pages; anywhere, anything
+eager   plain matmuls row by row: the slow twin of all of them
+======  ==========================================================================================
+
 The model's attention layers call :func:`paged_attention` through transformers'
 ``AttentionInterface``; it hands over to the step's own object, which the engine passes down as a
 keyword argument. So two engines in two threads share nothing but the name.
 """
+
+import logging
 
 import torch
 from torch import Tensor
@@ -13,31 +23,121 @@ from rollout.attention.backend import (
     AttentionBackend,
     AttentionCall,
     AttentionStep,
+    AttentionTraits,
     TokenStep,
     attend_to_itself,
 )
 from rollout.attention.eager import EagerAttention
+from rollout.attention.flash import find_flash
 from rollout.attention.native import NativeAttention, why_not_native
+from rollout.attention.paged import KernelUnavailable, PagedAttention, PagedKernel, why_not_paged
 from rollout.attention.sdpa import SdpaAttention
+from rollout.attention.varlen import find_varlen
 from rollout.kv_cache import CacheLayout
 from rollout.native import Kernels
+from rollout.runs import RunRules
+
+logger = logging.getLogger("rollout")
 
 IMPLEMENTATION = "rollout_paged"
 """Name under which :func:`paged_attention` is registered with transformers."""
 
-BACKENDS = ("auto", "native", "sdpa", "eager")
-"""``native`` is compiled for CPUs, ``sdpa`` runs anywhere, ``eager`` is the slow twin of both; ``auto``
-takes ``native`` where it serves the model and ``sdpa`` elsewhere."""
+BACKENDS = ("auto", "flash", "varlen", "native", "sdpa", "eager")
+"""``auto`` takes ``native`` for a model on the CPU, the first of ``flash`` and ``varlen`` on a GPU, and
+``sdpa`` where those do not serve it."""
+DEFAULT_PAGE_SIZE = 32
 
 
-def make_backend(name: str, layout: CacheLayout, kernels: Kernels | None) -> AttentionBackend:
-    """The backend of that name for a cache; ``kernels`` are the compiled ones, if there are any.
+def make_backend(
+    name: str,
+    layout: CacheLayout,
+    kernels: Kernels | None,
+    *,
+    traits: AttentionTraits | None = None,
+    page_size: int | None = None,
+    max_decode_pages: int | None = None,
+    may_flash: bool = True,
+) -> AttentionBackend:
+    """The backend of that name for a cache.
+
+    Args:
+        name: one of ``BACKENDS``.
+        layout: what the model stores.
+        kernels: the kernels compiled for this CPU, if there are any.
+        traits: what the model's layers ask of attention; nothing unusual if not given.
+        page_size: the page size that was asked for, which a backend may not be able to serve.
+        max_decode_pages: ``EngineConfig.max_blocks_per_request``.
+        may_flash: ``EngineConfig.auto_switch_to_flash``.
 
     Raises:
         ValueError: no such backend (the message lists the known ones), or not for this cache.
     """
     if name not in BACKENDS:
         raise ValueError(f"attn_implementation={name!r} is unknown; known: {', '.join(BACKENDS)}")
+    paged = {"flash": ["flash"], "varlen": ["varlen"]}.get(name, [])
+    if name == "auto" and layout.device.type == "cuda":
+        paged = ["flash", "varlen"] if may_flash else ["varlen"]
+    reasons: dict[str, str] = {}
+    for choice in paged:
+        try:
+            kernel = _paged_kernel(choice, layout, traits or AttentionTraits(), page_size)
+        except KernelUnavailable as reason:
+            reasons[choice] = str(reason)
+            continue
+        logger.info("attention backend: %s, by %s%s", choice, kernel.name, _why_not(reasons))
+        return PagedAttention(kernel, RunRules(_decode_limit(max_decode_pages, layout)))
+    if paged and name != "auto":
+        raise ValueError(f"attn_implementation={name!r} is not possible here: {reasons[name]}; use 'auto'")
+    if paged:
+        logger.warning("attention backend: sdpa, which is slow on a GPU%s", _why_not(reasons))
+    if max_decode_pages:
+        logger.warning(
+            "max_blocks_per_request=%d has no effect: it is for the attention backends flash and varlen",
+            max_decode_pages,
+        )
+    return _torch_backend(name, layout, kernels)
+
+
+def find_kernel(name: str, device: torch.device) -> PagedKernel:
+    """The kernel behind ``flash`` or ``varlen``: the one place that looks for it, where tests put their own.
+
+    Raises:
+        KernelUnavailable: there is none; the message says why.
+    """
+    return find_flash(device) if name == "flash" else find_varlen(device)
+
+
+def page_size_for(backend: AttentionBackend, page_size: int | None) -> int:
+    """Tokens per page: what was asked for, else the default, rounded up to what the backend can have."""
+    if page_size is not None:
+        return page_size
+    return -(-DEFAULT_PAGE_SIZE // backend.page_multiple) * backend.page_multiple
+
+
+def _paged_kernel(
+    name: str, layout: CacheLayout, traits: AttentionTraits, page_size: int | None
+) -> PagedKernel:
+    kernel = find_kernel(name, layout.device)
+    reason = why_not_paged(kernel, layout, traits, page_size)
+    if reason is not None:
+        raise KernelUnavailable(reason)
+    return kernel
+
+
+def _why_not(reasons: dict[str, str]) -> str:
+    return "".join(f"; not {name}: {reason}" for name, reason in reasons.items())
+
+
+def _decode_limit(max_decode_pages: int | None, layout: CacheLayout) -> int | None:
+    """The limit that was asked for; 0 where a layer slides, since a decode run has no mask."""
+    if max_decode_pages == 0 or all(window is None for window in layout.windows):
+        return max_decode_pages
+    level = logging.INFO if max_decode_pages is None else logging.WARNING
+    logger.log(level, "max_blocks_per_request is 0: layers with a sliding window have no decode fast path")
+    return 0
+
+
+def _torch_backend(name: str, layout: CacheLayout, kernels: Kernels | None) -> AttentionBackend:
     if name == "eager":
         return EagerAttention()
     if name != "sdpa":
@@ -81,11 +181,15 @@ __all__ = [
     "AttentionBackend",
     "AttentionCall",
     "AttentionStep",
+    "AttentionTraits",
     "EagerAttention",
     "NativeAttention",
+    "PagedAttention",
     "SdpaAttention",
     "TokenStep",
     "attend_to_itself",
+    "find_kernel",
     "make_backend",
+    "page_size_for",
     "paged_attention",
 ]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rollout.batch import GroupBatch
-from rollout.kv_cache import LayerPages
+from rollout.kv_cache import LayerPages, PageOrder
+from rollout.runs import RunRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +32,35 @@ class AttentionCall:
     """[N], a logit per head that takes part in the softmax and adds nothing (GPT-OSS)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTraits:
+    """What a model's layers ask of attention beyond softmax over keys."""
+
+    has_softcap: bool = False
+    """Some layer has a soft cap."""
+    has_sinks: bool = False
+    """Some layer has sinks."""
+
+
 class AttentionBackend(Protocol):
     """Computes one layer's attention from the pages."""
 
-    needs_masks: bool
-    """Whether decode rows come in buckets of similar length with a bias each; else all in one
-    bucket, with the range of keys that each row sees."""
+    @property
+    def needs_masks(self) -> bool:
+        """Whether decode rows come in buckets of similar length with a bias each; else all in one
+        bucket, with the range of keys that each row sees."""
+
+    @property
+    def run_rules(self) -> RunRules | None:
+        """How to cut the runs that it takes instead of buckets; ``None`` for buckets."""
+
+    @property
+    def page_order(self) -> PageOrder:
+        """How the cache has to lay out its pages."""
+
+    @property
+    def page_multiple(self) -> int:
+        """Page sizes have to be a multiple of it."""
 
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """Write the call's keys and values to the batch's slots, then attend: ``[T, N, H]`` (the value's

@@ -4,14 +4,18 @@ import torch
 from torch import Tensor
 
 from rollout.attention.backend import AttentionCall, attend_plainly
-from rollout.batch import GroupBatch, RowSpan
-from rollout.kv_cache import LayerPages
+from rollout.batch import GroupBatch
+from rollout.kv_cache import LayerPages, PageOrder
+from rollout.runs import RowSpan
 
 
 class EagerAttention:
     """Attention without buckets, padding or fused kernels; see ``AttentionBackend``."""
 
     needs_masks = False
+    run_rules = None
+    page_order = PageOrder.HEADS_FIRST
+    page_multiple = 1
 
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """See ``AttentionBackend``."""
@@ -23,7 +27,7 @@ class EagerAttention:
         table = torch.tensor(row.pages, device=call.query.device)
         page_size = pages.keys.shape[2]
         begin = row.first_page * page_size
-        num_keys = row.position + row.length - begin
+        num_keys = row.num_keys(page_size)
         key = pages.keys[:, table].flatten(1, 2)[:, :num_keys]
         value = pages.values[:, table].flatten(1, 2)[:, :num_keys]
         groups = call.query.shape[1] // key.shape[0]

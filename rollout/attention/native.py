@@ -10,7 +10,7 @@ from torch import Tensor
 from rollout.attention.backend import AttentionCall
 from rollout.attention.sdpa import SdpaAttention
 from rollout.batch import Bucket, BucketKind, GroupBatch
-from rollout.kv_cache import CacheLayout, LayerPages
+from rollout.kv_cache import CacheLayout, LayerPages, PageOrder
 from rollout.native import HEAD_DIMS, KINDS, Kernels
 
 
@@ -18,6 +18,9 @@ class NativeAttention:
     """Attention by compiled kernels; see ``AttentionBackend``."""
 
     needs_masks = False
+    run_rules = None
+    page_order = PageOrder.HEADS_FIRST
+    page_multiple = 1
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -14,13 +14,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollout.attention.backend import AttentionCall, attend_plainly
 from rollout.batch import Bucket, BucketKind, GroupBatch
-from rollout.kv_cache import LayerPages
+from rollout.kv_cache import LayerPages, PageOrder
 
 
 class SdpaAttention:
     """Attention by buckets of similar rows; see ``AttentionBackend``."""
 
     needs_masks = True
+    run_rules = None
+    page_order = PageOrder.HEADS_FIRST
+    page_multiple = 1
 
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """See ``AttentionBackend``."""
