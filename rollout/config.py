@@ -96,8 +96,8 @@ class EngineConfig:
     """GiB of host memory for pages of preempted sequences, which are copied back instead of computed
     again. ``None`` takes what the threshold allows; 0 computes them again."""
     cpu_offload_space_safety_threshold: float = 0.8
-    """Share of the machine's memory that ``cpu_offload_space`` may take at the most; more is cut down
-    to it with a warning."""
+    """Share of the available memory that ``cpu_offload_space`` may take at the most; more is cut down to
+    it with a warning."""
     default_compile_level: int = 0
     """0 to 3: ``torch.compile`` of the model, for a kind of step that has no compile config of its own:
     1 is mode "default", 2 "max-autotune-no-cudagraphs", 3 that with fixed shapes (``dynamic=False``)."""

@@ -9,7 +9,7 @@ them away again.
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,8 +21,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rollout.config import EngineConfig
 from rollout.engine import RolloutEngine
-from rollout.generation_config import params_from
-from rollout.manager import ContinuousBatchingManager
+from rollout.generation_config import params_from, refuse_others
+from rollout.manager import ContinuousBatchingManager, Defaults
 from rollout.outputs import GenerationOutput
 from rollout.requests import Prompt
 from rollout.types import MAX_SEED, RolloutError, SamplingParams
@@ -79,7 +79,7 @@ def detach(model: nn.Module) -> nn.Module:
 class _Attachment:
     """What the functions on a model share: its engine and the manager that is kept.
 
-    An engine belongs to one thread: while a manager runs on it, others get an engine of their own.
+    An engine belongs to one thread, so no two managers that are not destroyed have the same one.
     """
 
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -88,6 +88,7 @@ class _Attachment:
         self._manager: ContinuousBatchingManager | None = None
         self._num_engines = 0
         self._managers: weakref.WeakSet[ContinuousBatchingManager] = weakref.WeakSet()
+        self._lock = threading.RLock()  # over who has which engine
         self._batch_lock = threading.Lock()  # batches of several threads go one after the other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Attachment":
@@ -106,35 +107,50 @@ class _Attachment:
 
         ``workload_hints`` have no effect: the cache grows to what the requests need.
         """
-        kept = self._manager
-        if kept is not None and continuous_batching_config is not None:
-            if not _has_config(kept.engine, EngineConfig.from_any(continuous_batching_config)):
-                kept.destroy()
-                kept = self._manager = None
-        if kept is None:
-            return self._new_manager(self._engine_for(continuous_batching_config), generation_config)
-        if generation_config is not None:
-            kept.use_defaults(self._defaults(kept.engine, generation_config))
-        return kept
+        with self._lock:
+            kept = self._manager
+            if kept is not None and kept.is_running():
+                kept = None  # in somebody's use; this is to be another session
+            elif kept is not None and continuous_batching_config is not None:
+                if not _has_config(kept.engine, _wanted(continuous_batching_config)):
+                    kept.destroy()
+                    kept = self._manager = None
+            if kept is None:
+                return self._new_manager(generation_config, continuous_batching_config)
+            if generation_config is not None:
+                kept.use_defaults(self._defaults(kept.engine, generation_config))
+            return kept
 
     def _new_manager(
-        self, engine: RolloutEngine, generation_config: GenerationConfig | None
+        self,
+        generation_config: GenerationConfig | None,
+        config: Any,
+        max_queue_size: int | None = None,
     ) -> ContinuousBatchingManager:
-        manager = ContinuousBatchingManager(engine, self._defaults(engine, generation_config))
-        self._managers.add(manager)
-        return manager
+        with self._lock:
+            engine = self._engine_for(config)
+            defaults = self._defaults(engine, generation_config)
+            manager = ContinuousBatchingManager(engine, defaults, max_queue_size=max_queue_size)
+            self._managers.add(manager)
+            return manager
 
     def _defaults(
         self, engine: RolloutEngine, generation_config: GenerationConfig | None
-    ) -> Callable[[Prompt], SamplingParams]:
+    ) -> Defaults:
         chosen = self._generation_config(generation_config)
+        refuse_others(chosen)
 
-        def defaults(prompt: Prompt) -> SamplingParams:
+        def defaults(prompt: Prompt, max_new_tokens: int | None) -> SamplingParams:
+            try:
+                prompt_len = len(engine.encode(prompt))
+            except (TypeError, ValueError):
+                prompt_len = 0  # the engine will refuse it, as this request's own failure
             return params_from(
                 chosen,
-                prompt_len=len(engine.encode(prompt)),
+                prompt_len=prompt_len,
                 position_limit=engine.position_limit,
                 device=engine.device,
+                max_new_tokens=max_new_tokens,
             )
 
         return defaults
@@ -154,30 +170,34 @@ class _Attachment:
 
         ``warmup`` has no effect on the CPU: there is nothing to capture.
         """
-        manager = self.init_continuous_batching(generation_config, continuous_batching_config)
-        manager.start()
+        with self._lock:
+            manager = self.init_continuous_batching(generation_config, continuous_batching_config)
+            manager.start()
         try:
             yield manager
         finally:
             manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
-            if persistent_manager:
-                self._manager = manager
-            else:
-                manager.destroy()
+            with self._lock:
+                if persistent_manager:
+                    self._manager = manager
+                else:
+                    self._forget(manager)
+
+    def _forget(self, manager: ContinuousBatchingManager) -> None:
+        manager.destroy()
+        if self._manager is manager:
+            self._manager = None
 
     def destroy_cached_continuous_batching_manager(self) -> None:
-        """Destroy the manager that was kept, if there is one, and give the engine's memory back."""
-        if self._manager is not None:
-            self._manager.destroy()
-            self._manager = None
-        if self._engine is not None and not self._is_running(self._engine):
-            self._engine.release_memory()
+        """Destroy the manager that was kept, if there is one; its engine's memory goes back."""
+        with self._lock:
+            if self._manager is not None:
+                self._forget(self._manager)
 
     def close(self) -> None:
         """End every manager and give the memory back."""
         for manager in list(self._managers):
-            manager.destroy()
-        self.destroy_cached_continuous_batching_manager()
+            self._forget(manager)
 
     def generate_batch(
         self,
@@ -198,7 +218,8 @@ class _Attachment:
 
         Raises:
             RolloutError: a request failed and ``on_error="raise"``; ``.batch`` holds all outputs.
-            ValueError: a config asks for what is not offered, or ``on_error`` is neither value.
+            ValueError: a config asks for what is not offered, a prompt has ``max_length`` tokens, or
+                ``on_error`` is neither value. Nothing is generated then.
         """
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error={on_error!r}; allowed: 'raise', 'return'")
@@ -207,8 +228,8 @@ class _Attachment:
         n = self._generation_config(generation_config).num_return_sequences or 1
         outputs: dict[str, GenerationOutput] = {}
         with self._batch_lock:
-            engine = self._engine_for(continuous_batching_config)
-            manager = self._new_manager(engine, generation_config)  # not the kept one: its ids go on
+            # all are queued before the first is taken
+            manager = self._new_manager(generation_config, continuous_batching_config, max_queue_size=0)
             try:
                 ids = manager.add_requests(
                     inputs, max_new_tokens=max_new_tokens, record_timestamps=record_timestamps
@@ -218,8 +239,7 @@ class _Attachment:
                         outputs[output.request_id] = output
                         bar.update()
             finally:
-                if not persistent_manager:
-                    engine.release_memory()
+                manager.destroy(keep_memory=persistent_manager)
         order = [key for each in ids for key in (*(f"{each}__child#{i}" for i in range(n - 1)), each)]
         ordered = {key: outputs[key] for key in order}
         failed = [key for key, output in ordered.items() if output.error is not None]
@@ -232,22 +252,29 @@ class _Attachment:
         return ordered
 
     def _engine_for(self, config: Any) -> RolloutEngine:
-        """The engine; another one when another config is asked for, or a manager runs on it."""
-        wanted = EngineConfig.from_any(config)
-        if self._engine is None or not _has_config(self._engine, wanted) or self._is_running(self._engine):
+        """The engine; another one when another config is asked for, or a manager has it."""
+        wanted = _wanted(config)
+        if self._engine is None or not _has_config(self._engine, wanted) or self._is_taken(self._engine):
             if wanted.seed is None:  # another engine of this model must not draw the same again
                 wanted = replace(wanted, seed=(torch.initial_seed() + self._num_engines) % MAX_SEED)
             self._engine = RolloutEngine(self._model, tokenizer=self._tokenizer, config=wanted)
             self._num_engines += 1
         return self._engine
 
-    def _is_running(self, engine: RolloutEngine) -> bool:
-        return any(manager.engine is engine and manager.is_running() for manager in list(self._managers))
+    def _is_taken(self, engine: RolloutEngine) -> bool:
+        return any(m.engine is engine and not m.is_destroyed for m in list(self._managers))
 
     def _generation_config(self, given: GenerationConfig | None) -> GenerationConfig:
         if given is not None:
             return given
         return base_model_of(self._model).generation_config or GenerationConfig()
+
+
+def _wanted(config: Any) -> EngineConfig:
+    """The config that was asked for; without a seed of its own it follows torch's, as there."""
+    if config is None or isinstance(config, Mapping):
+        config = {"seed": None, **(config or {})}
+    return EngineConfig.from_any(config)
 
 
 def _has_config(engine: RolloutEngine, wanted: EngineConfig) -> bool:

@@ -102,14 +102,21 @@ def params_from(
     EOS or to ``position_limit``. ``max_new_tokens`` goes before the config's.
 
     Raises:
-        ValueError: the config asks for something that is not offered; every such field is named.
+        ValueError: the config asks for something that is not offered, or the prompt has ``max_length``
+            tokens already.
     """
-    _refuse_others(config)
+    refuse_others(config)
     room = position_limit - prompt_len
     longest = max_new_tokens or config.max_new_tokens
     if longest is None:
         longest = room if config.max_length is None else config.max_length - prompt_len
+        if config.max_length is not None and longest < 1:
+            raise ValueError(
+                f"the prompt has {prompt_len} tokens and max_length={config.max_length} leaves none to "
+                "generate; raise max_length or set max_new_tokens"
+            )
     eos = _as_list(config.eos_token_id)
+    endings = tuple(token for token in eos if token >= 0)  # negative ones mean none, as there
     is_greedy = not config.do_sample
     return SamplingParams(
         max_new_tokens=max(1, longest),
@@ -121,14 +128,15 @@ def params_from(
         repetition_penalty=_or(config.repetition_penalty, 1.0),
         logit_bias={token: float("-inf") for token in config.suppress_tokens or ()},
         ignore_eos=bool(eos),
-        stop_token_ids=tuple(token for token in eos if token != -1),
+        stop_token_ids=endings,
         stop_strings=tuple(_as_list(config.stop_strings)),
         n=_or(config.num_return_sequences, 1),
-        logits_processors=tuple(_processors(config, eos, prompt_len, longest, device)),
+        logits_processors=tuple(_processors(config, endings, prompt_len, longest, device)),
     )
 
 
-def _refuse_others(config: GenerationConfig) -> None:
+def refuse_others(config: GenerationConfig) -> None:
+    """Raises ValueError when the config asks for something that is not offered; every field is named."""
     refused = []
     for name, value in sorted(config.to_dict().items()):
         if name in HONOURED or name in NO_EFFECT or name.startswith("_"):
@@ -138,6 +146,14 @@ def _refuse_others(config: GenerationConfig) -> None:
         refused.append(f"{name}={value!r}")
     if refused:
         raise ValueError(f"the generation config asks for what is not offered here: {', '.join(refused)}")
+    if config.sequence_bias is not None and _or(config.repetition_penalty, 1.0) != 1.0:
+        raise ValueError(
+            "sequence_bias comes before repetition_penalty in transformers and after it here; set one of them"
+        )
+    if config.exponential_decay_length_penalty is not None and not [
+        token for token in _as_list(config.eos_token_id) if token >= 0
+    ]:
+        raise ValueError("exponential_decay_length_penalty raises the EOS token; set eos_token_id")
 
 
 def _processors(

@@ -24,13 +24,14 @@ class GenerationOutput:
     prompt_ids: list[int] = field(default_factory=list)
     generated_tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Of the distribution that was sampled, as ``Completion.logprobs``."""
+    """Of the distribution that was sampled, as ``Completion.logprobs``; of greedy requests the policy's, as in
+    transformers, since the distribution that was sampled has one token only."""
     error: str | None = None
     status: RequestStatus = RequestStatus.PENDING
     created_time: float = field(default_factory=time.perf_counter)
     """``time.perf_counter()`` when the request was added."""
     lifespan: tuple[float, float] = (-1, -1)
-    """When it first ran and when it ended; -1 for not yet."""
+    """When its first step began and when it ended; -1 for not yet."""
     timestamps: list[float] | None = None
     """When each token was there, for requests with ``record_timestamps``."""
     completion: Completion | None = None
@@ -67,13 +68,17 @@ class Mailbox:
         self._handlers: dict[str, Handler] = {}
         self._count = 0
 
-    def deliver(self, outputs: Iterable[GenerationOutput]) -> None:
-        """Hand outputs over: to the request's handler, or into the box."""
+    def deliver(
+        self, outputs: Iterable[GenerationOutput], settle: Callable[[], object] = lambda: None
+    ) -> None:
+        """Hand outputs over: to the request's handler, or into the box.
+
+        ``settle`` strikes off what is not expected any more; no waiter looks between the two.
+        """
         with self._changed:
+            settle()
             for output in outputs:
-                if output.request_id in self._handlers:
-                    self._call(output)
-                else:
+                if output.request_id not in self._handlers or not self._call(output):
                     self._by_age[self._count] = output
                     self._by_id.setdefault(output.request_id, deque()).append(self._count)
                     self._count += 1
@@ -97,10 +102,13 @@ class Mailbox:
             self._changed.notify_all()
 
     def register(self, request_id: str, handler: Handler) -> None:
-        """Call ``handler`` with the request's outputs, those that wait already included."""
+        """Call ``handler`` with the request's outputs, those that wait already included.
+
+        It may be there before the request is; it stays until the request's last output.
+        """
         with self._changed:
             self._handlers[request_id] = handler
-            while (output := self._pop(request_id)) is not None:
+            while request_id in self._handlers and (output := self._pop(request_id)) is not None:
                 self._call(output)
 
     def _has(self, request_id: str | None) -> bool:
@@ -117,11 +125,14 @@ class Mailbox:
             del self._by_id[output.request_id]
         return output
 
-    def _call(self, output: GenerationOutput) -> None:
+    def _call(self, output: GenerationOutput) -> bool:
+        """Whether the output's handler could be told."""
         callback, loop = self._handlers[output.request_id]
-        if output.is_finished():
-            del self._handlers[output.request_id]
         try:
             loop.call_soon_threadsafe(callback, output)
-        except RuntimeError:  # the event loop is closed: nobody is left to tell
-            self._handlers.pop(output.request_id, None)
+        except RuntimeError:  # the event loop is closed; whoever asks for the result gets it
+            del self._handlers[output.request_id]
+            return False
+        if output.is_finished():
+            del self._handlers[output.request_id]
+        return True

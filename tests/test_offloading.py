@@ -3,6 +3,7 @@
 import gc
 import logging
 import weakref
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -102,11 +103,15 @@ def test_copies_of_old_weights_are_not_loaded_under_new_ones() -> None:
     assert tokens(cpu_offload_space=1.0) == tokens()
 
 
-def test_more_than_the_threshold_is_cut_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    total = psutil.virtual_memory().total
+def test_more_than_the_threshold_is_cut_with_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 100 * GIB
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     with caplog.at_level(logging.WARNING, "rollout"):
-        made = engine(cpu_offload_space=2 * total / GIB, cpu_offload_space_safety_threshold=0.25)
-    assert "cpu_offload_space_safety_threshold=0.25 of this machine's memory" in caplog.text
-    assert made._capacity.swap_bytes() == int(0.25 * total)
-    assert engine(cpu_offload_space=None)._capacity.swap_bytes() == int(0.8 * total)
+        made = engine(cpu_offload_space=50.0, cpu_offload_space_safety_threshold=0.25)
+    assert "cpu_offload_space_safety_threshold=0.25 of the available memory; 25.00 GiB" in caplog.text
+    assert made._capacity.swap_bytes() == int(0.25 * free)
+    assert engine(cpu_offload_space=None)._capacity.swap_bytes() == int(0.8 * free)
+    assert engine(cpu_offload_space=2.0)._capacity.swap_bytes() == 2 * GIB
     assert engine()._capacity.swap_bytes() == 0
