@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import pickle
 import queue
 import threading
 import time
@@ -23,7 +24,8 @@ from rollout.engine import RolloutEngine
 from rollout.outputs import GenerationOutput, Mailbox, RequestStatus, status_of
 from rollout.requests import Prompt
 from rollout.results import Progress
-from rollout.types import Completion, DuplicateRequestError, SamplingParams
+from rollout.turns import STOPS, Orders, ToldRequest, Turns, Wishes
+from rollout.types import Completion, DuplicateRequestError, RankError, SamplingParams
 
 logger = logging.getLogger("rollout")
 
@@ -48,6 +50,13 @@ class _Ticket:
     def __post_init__(self) -> None:
         self.unanswered = self.params.n
 
+    def told(self) -> ToldRequest:
+        """What other ranks are told of it."""
+        is_timed = self.timestamps is not None
+        return ToldRequest.of(
+            self.request_id, self.prompt, self.params, streaming=self.streaming, is_timed=is_timed
+        )
+
     def id_of(self, index: int) -> str:
         """Sample 0 has the request's own id, the others are its children."""
         return self.request_id if index == 0 else f"{self.request_id}__child#{index - 1}"
@@ -65,6 +74,11 @@ class ContinuousBatchingManager:
         with manager.pause():
             optimizer.step()        # requests in flight go on after it, under the new weights
         manager.stop()
+
+    For a model that is divided among ranks (``DistributedConfig(tp_size=N)``) every rank has a manager, and
+    starts it. Rank 0 drives: its requests are computed and answered on all ranks. Another rank may add the
+    same ones, if the same script runs there, and gets the outputs; one that rank 0 does not add fails
+    after ``cpu_group_timeout``. Any rank may cancel, pause and stop, for all.
 
     Args:
         engine: used by the loop's thread alone from :meth:`start` to the end of :meth:`stop`.
@@ -93,6 +107,8 @@ class ContinuousBatchingManager:
         self._ids: dict[str, str] = {}  # unanswered samples' ids -> request id
         self._count = 0
         self._stopping: str | None = None  # "flush" or "hard"
+        self._keeps_memory = False  # after the stop that was asked for
+        self._turns: Turns | None = None  # with other ranks; made by the first start
         self._pauses = 0
         self._own_pauses = threading.local()
         self._is_parked = False
@@ -116,6 +132,7 @@ class ContinuousBatchingManager:
 
         Raises:
             RuntimeError: the manager was destroyed, or this is a forked child.
+            RankError: other ranks of the model do not start theirs within ``cpu_group_timeout``.
         """
         self._check_process()
         if self._is_destroyed:
@@ -123,6 +140,8 @@ class ContinuousBatchingManager:
         if self.is_running():
             logger.warning("the manager is running already")
             return
+        if self._engine.ranks.size > 1 and self._turns is None:
+            self._turns = Turns(self._engine.ranks.fork(), self._engine.config.cpu_group_timeout)
         self._stopping, self.fatal_error = None, None
         kind = self._engine.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -161,6 +180,7 @@ class ContinuousBatchingManager:
             raise RuntimeError("stop() inside pause() would wait for ever: leave the pause first")
         with self._changed:
             self._stopping = "hard" if hard_stop or self._stopping == "hard" else "flush"
+            self._keeps_memory = keep_for_next_session
             self._changed.notify_all()
         if block:
             self.join(timeout)
@@ -179,6 +199,8 @@ class ContinuousBatchingManager:
         """Stop if running and forbid another start. May be called again."""
         if self.is_running():
             self.stop(block=True)
+        if self._turns is not None:
+            self._turns.leave()
         self._is_destroyed = True
 
     @contextmanager
@@ -252,6 +274,8 @@ class ContinuousBatchingManager:
                 self._count += 1
             times: list[list[float]] | None = [[] for _ in range(chosen.n)] if record_timestamps else None
             ticket = _Ticket(request_id, input_ids, chosen, streaming, times)
+            if self._was_told(ticket):
+                return request_id
             ids = [ticket.id_of(index) for index in range(chosen.n)]
             if any(each in self._ids for each in ids):
                 raise DuplicateRequestError(
@@ -371,7 +395,7 @@ class ContinuousBatchingManager:
                 stack.enter_context(torch.inference_mode(is_inference))
                 if autocast is not None:
                     stack.enter_context(torch.autocast(self._engine.device.type, dtype=autocast))
-                while self._turn():
+                while self._turn() if self._turns is None else self._turn_with_others(self._turns):
                     pass
         except BaseException as error:
             self.fatal_error = error
@@ -399,9 +423,117 @@ class ContinuousBatchingManager:
             self._engine.cancel_request(request_id)
         if not self._engine.has_work:
             return self._stopping is None or bool(tickets)
-        finished = self._engine.step()
-        self._publish(finished)
+        self._publish(self._engine.step())
         return True
+
+    def _turn_with_others(self, turns: Turns) -> bool:
+        """The same where the model is divided: all ranks do what they agreed on, or wait together."""
+        was_stopping = turns.last.stop is not None
+        orders = turns.exchange(self._wishes(turns))
+        with self._changed:
+            self._stopping = max(self._stopping, orders.stop, key=STOPS.index)
+            self._is_parked = orders.is_paused  # no rank steps before the next exchange
+            self._changed.notify_all()
+        if orders.is_paused:
+            return True
+        if orders.stop != "hard" and self._obey(turns, orders):
+            return True
+        if orders.stop == "hard" or (was_stopping and not orders.requests):
+            if orders.release:
+                self._engine.release_memory()
+            return False
+        return True
+
+    def _wishes(self, turns: Turns) -> Wishes:
+        """What this rank brings to the next exchange; the driver waits until there is something."""
+        with self._changed:
+            if turns.is_driver:  # the others wait for it in the exchange
+                self._changed.wait_for(lambda: self._is_wanted(turns), turns.heartbeat)
+            # whoever pauses from here on is not part of this exchange and has to wait for the next
+            self._is_parked = self._is_parked and self._pauses > 0
+            tickets, cancelled = list(self._inbox), list(self._cancelled)
+            self._inbox.clear()
+            self._cancelled.clear()
+            self._changed.notify_all()  # there is place in the queue
+            if not turns.is_driver:
+                turns.claim(ticket.request_id for ticket in tickets)
+            wishes = Wishes(
+                cancelled=cancelled,
+                stop=self._stopping,
+                release=self._stopping is not None and not self._keeps_memory,
+                pause=self._pauses > 0,
+            )
+        return dataclasses.replace(wishes, requests=self._packed(tickets)) if turns.is_driver else wishes
+
+    def _packed(self, tickets: list[_Ticket]) -> list[bytes]:
+        packed = []
+        for ticket in tickets:
+            try:
+                packed.append(pickle.dumps(ticket.told()))
+            except Exception as error:  # whatever it holds: this request's own fault
+                reason = TypeError(f"the request cannot be sent to the other ranks: {error}")
+                self._answer(ticket, [self._failed(ticket, i, reason) for i in range(ticket.params.n)])
+        return packed
+
+    def _is_wanted(self, turns: Turns) -> bool:
+        if (self._pauses > 0) != turns.wished_pause:
+            return True
+        has_news = bool(self._inbox or self._cancelled or self._stopping or self._engine.has_work)
+        return has_news and not turns.last.is_paused
+
+    def _obey(self, turns: Turns, orders: Orders) -> bool:
+        """Apply orders and run a step; whether there was one."""
+        for told in orders.requests:
+            self._submit(self._ticket_of(turns, told))
+        for request_id in orders.cancelled:
+            self._engine.cancel_request(request_id)
+        for request_id in turns.take_expired():
+            self._refuse_claim(request_id, "rank 0, which drives, did not add it within cpu_group_timeout")
+        if not self._engine.has_work:
+            return False
+        self._publish(self._engine.step())
+        return True
+
+    def _ticket_of(self, turns: Turns, told: ToldRequest) -> _Ticket:
+        """This rank's ticket of a request of the driver: its own, or one that its script claimed."""
+        ticket = self._tickets.get(told.request_id)
+        if turns.is_driver:
+            assert ticket is not None
+            return ticket
+        if turns.honour(told.request_id) and ticket is not None:
+            if ticket.told().asks_the_same(told):
+                return ticket
+            self._refuse_claim(told.request_id, "rank 0, which drives, added another request under this id")
+        times: list[list[float]] | None = [[] for _ in range(told.params.n)] if told.is_timed else None
+        ticket = _Ticket(told.request_id, told.prompt, told.params, told.streaming, times)
+        with self._changed:
+            self._tickets[told.request_id] = ticket
+            self._ids.update((ticket.id_of(index), told.request_id) for index in range(told.params.n))
+            turns.expect_claim(told)
+        return ticket
+
+    def _refuse_claim(self, request_id: str, why: str) -> None:
+        ticket = self._tickets[request_id]
+        rank = self._engine.ranks.local_rank
+        error = RankError(
+            f"request {request_id!r} was added on rank {rank} of a divided model and {why}; add requests on "
+            "rank 0, or the same ones on all ranks"
+        )
+        self._answer(ticket, [self._failed(ticket, index, error) for index in range(ticket.params.n)])
+
+    def _was_told(self, ticket: _Ticket) -> bool:
+        """Whether the driver's request came before this rank's script added the same one.
+
+        Raises:
+            RankError: it is another one.
+        """
+        told = None if self._turns is None else self._turns.claim_told(ticket.request_id)
+        if told is not None and not ticket.told().asks_the_same(told):
+            raise RankError(
+                f"request {ticket.request_id!r} is another one on rank 0, which drives; add requests on "
+                "rank 0, or the same ones on all ranks"
+            )
+        return told is not None
 
     def _wait_for_work(self) -> None:
         """Returns with the lock held, outside any pause, when there is something to do."""
@@ -512,8 +644,8 @@ class ContinuousBatchingManager:
             tickets = list(self._tickets.values())
             self._inbox.clear()
             self._cancelled.clear()
-        for ticket in tickets:
-            self._engine.cancel_request(ticket.request_id)
+        for request_id in sorted(ticket.request_id for ticket in tickets):  # the same order on all ranks
+            self._engine.cancel_request(request_id)
         self._engine.take_finished()  # or they would answer later requests of these ids
         for ticket in tickets:
             left = [i for i in range(ticket.params.n) if ticket.id_of(i) in self._ids]

@@ -127,7 +127,7 @@ class TensorParallelRanks(Ranks):
 
     def __init__(self, members: list[int], device_group: Any, timeout: float | None) -> None:
         super().__init__(noise_rank=members[0])
-        self.size, self.local_rank = len(members), members.index(dist.get_rank())
+        self.size, self.local_rank = len(members), members.index(global_rank())
         self.timeout = timeout
         self._members = members
         self._device_group = device_group
@@ -296,11 +296,16 @@ def ranks_of(model: nn.Module, timeout: float | None) -> Ranks:
             )
     size = 1 if mesh is None else int(getattr(model, "_tp_size", None) or 1)
     if size == 1:
-        return Ranks(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
+        return Ranks(global_rank())
     _refuse_odd_heads(model, size)
     tp_group = (mesh["tp"] if mesh.mesh_dim_names else mesh).get_group()
     on_cpu = mesh.device_type == "cpu"
     return TensorParallelRanks(dist.get_process_group_ranks(tp_group), None if on_cpu else tp_group, timeout)
+
+
+def global_rank() -> int:
+    """This process's number in a distributed job; 0 outside one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def share_len(full_len: int, size: int) -> int:

@@ -99,7 +99,8 @@ ALLOWED: dict[str, set[str]] = {
         "weights",
     },
     "outputs": {"types"},
-    "manager": {"engine", "outputs", "requests", "results", "types"},
+    "turns": {"parallel", "requests", "types"},
+    "manager": {"engine", "outputs", "requests", "results", "turns", "types"},
     "generation_config": {"types"},
     "drop_in": {
         "config",
