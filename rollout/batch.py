@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rollout.sequence import PlannedRow, StepPlan
+from rollout.sequence import PageTransfer, PlannedRow, SavedPages, StepPlan
 
 BUCKET_OVERHEAD_KEYS = 512
 """Padding of this many key slots costs about as much as one more bucket (measured on 2 CPU cores:
@@ -86,6 +86,15 @@ class GroupBatch:
     fresh_pages: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class PageMove:
+    """Pages ``[C] int64`` of a layer group that go to host memory or come from it."""
+
+    saved: SavedPages
+    group: int
+    pages: Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
     """A step as tensors."""
@@ -103,6 +112,8 @@ class StepBatch:
     row_starts: tuple[int, ...]
     """Packed index of each packed row's first token."""
     groups: tuple[GroupBatch, ...]
+    saves: tuple[PageMove, ...]
+    loads: tuple[PageMove, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -152,6 +163,17 @@ def build_batch(
             _build_group(plan, runs, rows, starts, group, page_size, window, dtype, device, masks)
             for group, window in enumerate(windows)
         ),
+        saves=_moves(plan.saves, device),
+        loads=_moves(plan.loads, device),
+    )
+
+
+def _moves(transfers: SequenceABC[PageTransfer], device: torch.device) -> tuple[PageMove, ...]:
+    return tuple(
+        PageMove(transfer.saved, group, torch.tensor(pages, device=device))
+        for transfer in transfers
+        for group, pages in enumerate(transfer.pages)
+        if pages
     )
 
 

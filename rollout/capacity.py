@@ -62,6 +62,23 @@ class CapacityPlanner:
             free = psutil.virtual_memory().available
         return int(share * free)
 
+    def swap_bytes(self) -> int:
+        """Bytes of host memory for pages of preempted sequences."""
+        config = self._config
+        most = int(config.cpu_offload_space_safety_threshold * psutil.virtual_memory().total)
+        if config.cpu_offload_space is None:
+            return most
+        wanted = int(config.cpu_offload_space * 2**30)
+        if wanted > most:
+            logger.warning(
+                "cpu_offload_space=%s GiB is more than cpu_offload_space_safety_threshold=%s of this "
+                "machine's memory; %.2f GiB are used",
+                config.cpu_offload_space,
+                config.cpu_offload_space_safety_threshold,
+                most / 2**30,
+            )
+        return min(wanted, most)
+
     def refuse_unfit(self, request: Request) -> None:
         """Refuse a prompt that does not fit even with the whole cache to itself.
 

@@ -88,8 +88,8 @@ class EngineConfig:
     follow every weight change. ``"auto"`` packs where measuring showed a gain, ``False`` never."""
     seed: int | None = 0
     """Seeds the noise of requests that bring no seed of their own. Ranks of a distributed job draw
-    differently under the same seed. ``None`` takes a random one, as transformers' object does unless
-    it is told one."""
+    differently under the same seed. ``None`` takes the one that torch was seeded with (a random
+    one, if nobody did), which is the default of transformers' object."""
     cpu_offload_space: float | None = 0.0
     """GiB of host memory for pages of preempted sequences, which are copied back instead of computed
     again. ``None`` takes what the threshold allows; 0 computes them again."""

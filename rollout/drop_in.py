@@ -7,10 +7,14 @@ them away again.
 """
 
 import copy
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -21,7 +25,7 @@ from rollout.generation_config import params_from
 from rollout.manager import ContinuousBatchingManager
 from rollout.outputs import GenerationOutput
 from rollout.requests import Prompt
-from rollout.types import RolloutError, SamplingParams
+from rollout.types import MAX_SEED, RolloutError, SamplingParams
 from rollout.weights import base_model_of
 
 NAMES = (
@@ -59,27 +63,32 @@ def attach(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -
 
 
 def detach(model: nn.Module) -> nn.Module:
-    """Give ``model`` its own methods back; a manager that runs is stopped. Returns the model.
+    """Give ``model`` its own methods back; managers that run are stopped. Returns the model.
 
     Raises:
         ValueError: it is not attached.
     """
     if NAMES[0] not in vars(model):
         raise ValueError("the model is not attached")
-    vars(model)[NAMES[3]]()
+    vars(model)[NAMES[0]].__self__.close()
     for name in NAMES:
         delattr(model, name)
     return model
 
 
 class _Attachment:
-    """What the functions on a model share: its engine and its manager."""
+    """What the functions on a model share: its engine and the manager that is kept.
+
+    An engine belongs to one thread: while a manager runs on it, others get an engine of their own.
+    """
 
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self._config: EngineConfig | None = None
         self._engine: RolloutEngine | None = None
         self._manager: ContinuousBatchingManager | None = None
+        self._num_engines = 0
+        self._managers: weakref.WeakSet[ContinuousBatchingManager] = weakref.WeakSet()
+        self._batch_lock = threading.Lock()  # batches of several threads go one after the other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Attachment":
         return _Attachment(copy.deepcopy(self._model, memo), self._tokenizer)
@@ -97,22 +106,28 @@ class _Attachment:
 
         ``workload_hints`` have no effect: the cache grows to what the requests need.
         """
-        if self._manager is not None and continuous_batching_config is not None:
-            self._engine_for(continuous_batching_config)  # another config ends the kept manager
-        if self._manager is not None:
-            if generation_config is not None:
-                self._manager.use_defaults(self._defaults(generation_config))
-            return self._manager
-        self._engine_for(continuous_batching_config)
-        return self._new_manager(generation_config)
+        kept = self._manager
+        if kept is not None and continuous_batching_config is not None:
+            if not _has_config(kept.engine, EngineConfig.from_any(continuous_batching_config)):
+                kept.destroy()
+                kept = self._manager = None
+        if kept is None:
+            return self._new_manager(self._engine_for(continuous_batching_config), generation_config)
+        if generation_config is not None:
+            kept.use_defaults(self._defaults(kept.engine, generation_config))
+        return kept
 
-    def _new_manager(self, generation_config: GenerationConfig | None) -> ContinuousBatchingManager:
-        assert self._engine is not None
-        return ContinuousBatchingManager(self._engine, self._defaults(generation_config))
+    def _new_manager(
+        self, engine: RolloutEngine, generation_config: GenerationConfig | None
+    ) -> ContinuousBatchingManager:
+        manager = ContinuousBatchingManager(engine, self._defaults(engine, generation_config))
+        self._managers.add(manager)
+        return manager
 
-    def _defaults(self, generation_config: GenerationConfig | None) -> Callable[[Prompt], SamplingParams]:
-        engine, chosen = self._engine, self._generation_config(generation_config)
-        assert engine is not None
+    def _defaults(
+        self, engine: RolloutEngine, generation_config: GenerationConfig | None
+    ) -> Callable[[Prompt], SamplingParams]:
+        chosen = self._generation_config(generation_config)
 
         def defaults(prompt: Prompt) -> SamplingParams:
             return params_from(
@@ -155,8 +170,14 @@ class _Attachment:
         if self._manager is not None:
             self._manager.destroy()
             self._manager = None
-        if self._engine is not None:
+        if self._engine is not None and not self._is_running(self._engine):
             self._engine.release_memory()
+
+    def close(self) -> None:
+        """End every manager and give the memory back."""
+        for manager in list(self._managers):
+            manager.destroy()
+        self.destroy_cached_continuous_batching_manager()
 
     def generate_batch(
         self,
@@ -183,21 +204,22 @@ class _Attachment:
             raise ValueError(f"on_error={on_error!r}; allowed: 'raise', 'return'")
         if not inputs:
             return {}
-        engine = self._engine_for(continuous_batching_config)
         n = self._generation_config(generation_config).num_return_sequences or 1
-        manager = self._new_manager(generation_config)  # one that was kept has a thread's life behind it
         outputs: dict[str, GenerationOutput] = {}
-        try:
-            ids = manager.add_requests(
-                inputs, max_new_tokens=max_new_tokens, record_timestamps=record_timestamps
-            )
-            with tqdm(total=len(ids) * n, disable=not progress_bar, unit="request") as bar:
-                for output in manager.run_here():
-                    outputs[output.request_id] = output
-                    bar.update()
-        finally:
-            if not persistent_manager:
-                engine.release_memory()
+        with self._batch_lock:
+            engine = self._engine_for(continuous_batching_config)
+            manager = self._new_manager(engine, generation_config)  # not the kept one: its ids go on
+            try:
+                ids = manager.add_requests(
+                    inputs, max_new_tokens=max_new_tokens, record_timestamps=record_timestamps
+                )
+                with tqdm(total=len(ids) * n, disable=not progress_bar, unit="request") as bar:
+                    for output in manager.run_here():
+                        outputs[output.request_id] = output
+                        bar.update()
+            finally:
+                if not persistent_manager:
+                    engine.release_memory()
         order = [key for each in ids for key in (*(f"{each}__child#{i}" for i in range(n - 1)), each)]
         ordered = {key: outputs[key] for key in order}
         failed = [key for key, output in ordered.items() if output.error is not None]
@@ -210,17 +232,25 @@ class _Attachment:
         return ordered
 
     def _engine_for(self, config: Any) -> RolloutEngine:
-        """The engine, made anew when another config is asked for."""
+        """The engine; another one when another config is asked for, or a manager runs on it."""
         wanted = EngineConfig.from_any(config)
-        if self._engine is None or wanted != self._config:
-            if self._manager is not None:
-                self._manager.destroy()
-                self._manager = None
+        if self._engine is None or not _has_config(self._engine, wanted) or self._is_running(self._engine):
+            if wanted.seed is None:  # another engine of this model must not draw the same again
+                wanted = replace(wanted, seed=(torch.initial_seed() + self._num_engines) % MAX_SEED)
             self._engine = RolloutEngine(self._model, tokenizer=self._tokenizer, config=wanted)
-            self._config = wanted
+            self._num_engines += 1
         return self._engine
+
+    def _is_running(self, engine: RolloutEngine) -> bool:
+        return any(manager.engine is engine and manager.is_running() for manager in list(self._managers))
 
     def _generation_config(self, given: GenerationConfig | None) -> GenerationConfig:
         if given is not None:
             return given
         return base_model_of(self._model).generation_config or GenerationConfig()
+
+
+def _has_config(engine: RolloutEngine, wanted: EngineConfig) -> bool:
+    """Whether the engine was made for this config; one without a seed is content with any."""
+    config = engine.config if wanted.seed is not None else replace(engine.config, seed=None)
+    return config == wanted

@@ -6,9 +6,9 @@ promises that need all of them: a change of weights is noticed before a token is
 fault stays in that request, and nothing of the trainer's model is touched.
 """
 
-import secrets
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from rollout.scheduler import Scheduler
 from rollout.scoring import score_sequences
 from rollout.sequence import Sequence as Sample
 from rollout.sharding import shard_view
+from rollout.swap import SwapSpace
 from rollout.tables import PageTables
 from rollout.types import (
     MAX_SEED,
@@ -94,8 +95,7 @@ class RolloutEngine:
         self._tokenizer = tokenizer
         self._packed = PackedLinears(self.config.pack_weights)
         self._ranks = ranks_of(self._base, self.config.cpu_group_timeout)
-        seed = secrets.randbelow(MAX_SEED) if self.config.seed is None else self.config.seed
-        seed = self._ranks.from_driver(seed)
+        seed = self._ranks.from_driver(_seed(self.config))
         self._requests = RequestBuilder(tokenizer, seed=seed, rank=self._ranks.noise_rank)
         self._finished: list[Completion] = []
         self._meter = Meter()
@@ -110,7 +110,9 @@ class RolloutEngine:
         self._cache: KVCache
         self._scheduler: Scheduler
         self._capacity: CapacityPlanner
-        self._ranks.note("RolloutEngine(config)", self.config)
+        self._swap_bytes: int
+        # but for the seed, which may be a random one: the driver's counts
+        self._ranks.note("RolloutEngine(config)", replace(self.config, seed=None))
         with engine_mode(), self._ranks.lockstep():
             self._weights.update()
             self._meet("building the engine")
@@ -308,7 +310,7 @@ class RolloutEngine:
         self._is_sized = False
         self._capacity.renew()
         self._packed.release()
-        self._scheduler.replace_tables(self._empty_tables())
+        self._scheduler.replace_tables(self._empty_tables(), self._empty_swap())
 
     def check(self) -> None:
         """Audit the page books; raises AssertionError. For tests and idle time."""
@@ -398,7 +400,12 @@ class RolloutEngine:
             plan = self._scheduler.plan()
         if plan is None:
             return
-        self._meter.count_step(num_tokens=plan.num_tokens, pages_held=self._scheduler.tables.num_held)
+        self._meter.count_step(
+            num_tokens=plan.num_tokens,
+            pages_held=self._scheduler.tables.num_held,
+            pages_saved=sum(transfer.num_pages for transfer in plan.saves),
+            pages_loaded=sum(transfer.num_pages for transfer in plan.loads),
+        )
         layout = self._plan.layout
         with self._meter.stage("build"):
             batch = build_batch(
@@ -434,7 +441,7 @@ class RolloutEngine:
         if any(new < old for new, old in zip(pages, self._cache.num_pages, strict=True)):
             # another division between the layer groups: start over within the same bound
             self._cache.release()
-            self._scheduler.replace_tables(self._empty_tables())
+            self._scheduler.replace_tables(self._empty_tables(), self._empty_swap())
         if pages != self._cache.num_pages:
             self._cache.resize(pages)
             self._capacity.log(pages)
@@ -508,10 +515,12 @@ class RolloutEngine:
             self._is_sized = False
             self._cache = KVCache(plan.layout, self.config.page_size)
             self._capacity = CapacityPlanner(self.config, plan.layout, position_limit(config))
+            (least,) = self._ranks.agree("sizing the swap space", (-self._capacity.swap_bytes(),))
+            self._swap_bytes = -least
         if is_first:
-            self._scheduler = Scheduler(self.config, self._empty_tables())
+            self._scheduler = Scheduler(self.config, self._empty_tables(), self._empty_swap())
         elif not is_same:
-            self._scheduler.replace_tables(self._empty_tables())
+            self._scheduler.replace_tables(self._empty_tables(), self._empty_swap())
 
     def _empty_tables(self) -> PageTables:
         windows = self._plan.layout.windows
@@ -523,6 +532,9 @@ class RolloutEngine:
         )
         tables.start_version(self.weight_version)
         return tables
+
+    def _empty_swap(self) -> SwapSpace:
+        return SwapSpace(self._swap_bytes, self._plan.layout.page_bytes(self.config.page_size))
 
     def _current_autocast(self) -> torch.dtype | None:
         kind = self._device.type
@@ -549,3 +561,9 @@ def _sampling_row(sequence: Sample) -> SamplingRow:
         noise_key=request.noise_key,
         index=request.first_index + sequence.index,
     )
+
+
+def _seed(config: EngineConfig) -> int:
+    """The config's seed, else torch's: random, or what ``set_seed`` of the trainer made of it. Looking it
+    up draws nothing from the global generator."""
+    return torch.initial_seed() % MAX_SEED if config.seed is None else config.seed

@@ -159,6 +159,16 @@ class KVCache:
         for tensor in self._tensors[group]:
             tensor.index_fill_(2, pages, 0)
 
+    def read_pages(self, group: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of pages ``[C] int64`` in host memory: keys and values ``[L, K, C, S, H]`` of a group."""
+        keys, values = self._tensors[group]
+        return _to_host(keys.index_select(2, pages)), _to_host(values.index_select(2, pages))
+
+    def write_pages(self, group: int, pages: Tensor, stored: tuple[Tensor, Tensor]) -> None:
+        """Fill pages ``[C] int64`` with what :meth:`read_pages` gave."""
+        for tensor, copy in zip(self._tensors[group], stored, strict=True):
+            tensor.index_copy_(2, pages, copy.to(tensor.device, non_blocking=True))
+
     def _make(self, layers: int, heads: int, pages: int, dim: int, old: Tensor | None) -> Tensor:
         # not torch.zeros: memory is touched only when a page is taken and cleared
         new = torch.empty(
@@ -171,3 +181,11 @@ class KVCache:
             kept = min(old.shape[2], pages + 1)  # smaller only after a growth that failed half-way
             new[:, :, 1:kept] = old[:, :, 1:kept]
         return new
+
+
+def _to_host(copy: Tensor) -> Tensor:
+    """A copy in host memory: pinned if it comes from a GPU, which then need not be waited for."""
+    if copy.device.type == "cpu":
+        return copy
+    host = torch.empty(copy.shape, dtype=copy.dtype, pin_memory=True)
+    return host.copy_(copy, non_blocking=True)

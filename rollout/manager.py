@@ -84,19 +84,16 @@ class ContinuousBatchingManager:
         engine: used by the loop's thread alone from :meth:`start` to the end of :meth:`stop`.
         defaults: parameters of requests that bring none of their own, or a function of the prompt that
             gives them.
-        max_queue_size: requests that wait for the loop to take them at the most; 0 for any number.
     """
 
     def __init__(
         self,
         engine: RolloutEngine,
         defaults: SamplingParams | Callable[[Prompt], SamplingParams] | None = None,
-        *,
-        max_queue_size: int = 0,
     ) -> None:
         self._engine = engine
         self._defaults = defaults or SamplingParams()
-        self._max_queue_size = max_queue_size
+        self._max_queue_size = engine.config.max_queue_size
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._mail = Mailbox()
@@ -116,6 +113,11 @@ class ContinuousBatchingManager:
         self._is_destroyed = False
         self.fatal_error: BaseException | None = None
         """What ended the loop's thread, if that was no stop."""
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine, which the loop's thread uses while it runs."""
+        return self._engine
 
     def use_defaults(self, defaults: SamplingParams | Callable[[Prompt], SamplingParams]) -> None:
         """Other parameters for the requests that are added from now on."""
@@ -346,11 +348,9 @@ class ContinuousBatchingManager:
         return self._mail.take(request_id, timeout, lambda: self._is_expected(request_id))
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Outputs as they come, until the loop has ended."""
-        while self.is_running():
-            output = self.get_result(timeout=0.1)
-            if output is not None:
-                yield output
+        """Outputs as they come, until every request that was added is answered."""
+        while (output := self._mail.take(None, None, lambda: bool(self._tickets))) is not None:
+            yield output
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
         """Outputs of one request as they come, up to its last."""

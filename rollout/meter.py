@@ -44,10 +44,15 @@ class Meter:
         self._seconds[source] -= seconds
         self._seconds[target] += seconds
 
-    def count_step(self, *, num_tokens: int, pages_held: int) -> None:
-        """Count one step of ``num_tokens`` with ``pages_held`` pages in use."""
+    def count_step(
+        self, *, num_tokens: int, pages_held: int, pages_saved: int = 0, pages_loaded: int = 0
+    ) -> None:
+        """Count one step of ``num_tokens`` with ``pages_held`` pages in use, some moved to host memory or
+        from it."""
         self._counts["steps"] += 1
         self._counts["computed"] += num_tokens
+        self._counts["saved"] += pages_saved
+        self._counts["loaded"] += pages_loaded
         self._peak_pages = max(self._peak_pages, pages_held)
 
     def metrics(
@@ -70,6 +75,8 @@ class Meter:
             cached_tokens=sum(c.cached_tokens for c in completions),
             num_steps=self._counts["steps"],
             num_preemptions=sum(c.num_preemptions for c in completions),
+            pages_saved=self._counts["saved"],
+            pages_loaded=self._counts["loaded"],
             peak_pages=self._peak_pages,
             num_pages=num_pages,
             cache_bytes=cache_bytes,

@@ -104,6 +104,9 @@ class Ranks:
         """Around what all ranks do together: one that fails in it leaves the others at once."""
         return nullcontext()
 
+    def leave(self, reason: str) -> None:
+        """Close the connections, for good: whoever waits for this rank hears of it at once."""
+
     def fork(self) -> "Ranks":
         """The same ranks with conversations of their own, for another thread. All ranks must call it."""
         return self
@@ -159,7 +162,7 @@ class TensorParallelRanks(Ranks):
 
     def meet(self, doing: str, level: int, budget: int) -> tuple[int, int]:
         """See the base class."""
-        level, least, *_ = self.agree(doing, (level, -budget))
+        level, least = self.agree(doing, (level, -budget))
         return level, -least
 
     def agree(self, doing: str, numbers: Sequence[int]) -> list[int]:
@@ -174,7 +177,7 @@ class TensorParallelRanks(Ranks):
         highest, lowest, *agreed = table.tolist()
         if highest != -lowest:
             self._stop_apart(doing)
-        return [int(number) for number in agreed]
+        return [int(number) for number in agreed[: len(numbers)]]
 
     def from_driver(self, value: T) -> T:
         """See the base class."""
@@ -241,7 +244,7 @@ class TensorParallelRanks(Ranks):
             raise
 
     def leave(self, reason: str) -> None:
-        """Close the connections: whoever waits for this rank hears of it at once. For good."""
+        """See the base class."""
         if self._left is None:
             self._left = reason
             self._group = None

@@ -73,12 +73,7 @@ def forward(
     view: nn.Module, plan: ModelPlan, batch: StepBatch, cache: KVCache, backend: AttentionBackend
 ) -> Tensor:
     """Run the view over a step: logits ``[D, V]`` of the rows that draw."""
-    for g, group in enumerate(batch.groups):
-        # copies first: a page that somebody else clears may be a copy's source
-        if group.copy_sources is not None and group.copy_targets is not None:
-            cache.copy_pages(g, group.copy_sources, group.copy_targets)
-        if group.fresh_pages is not None:
-            cache.clear_pages(g, group.fresh_pages)
+    move_pages(batch, cache)
     keep = {"logits_to_keep": batch.logit_index} if plan.keeps_logits else {}
     logits: Tensor = view(
         input_ids=batch.input_ids,
@@ -88,6 +83,20 @@ def forward(
         **keep,
     ).logits[0]
     return logits if plan.keeps_logits else logits.index_select(0, batch.logit_index)
+
+
+def move_pages(batch: StepBatch, cache: KVCache) -> None:
+    """Bring the pages into the state in which the step's rows expect them."""
+    for move in batch.saves:  # first of all: their pages have new owners already
+        move.saved.stored[move.group] = cache.read_pages(move.group, move.pages)
+    for g, group in enumerate(batch.groups):
+        # copies first: a page that somebody else clears may be a copy's source
+        if group.copy_sources is not None and group.copy_targets is not None:
+            cache.copy_pages(g, group.copy_sources, group.copy_targets)
+        if group.fresh_pages is not None:
+            cache.clear_pages(g, group.fresh_pages)
+    for move in batch.loads:
+        cache.write_pages(move.group, move.pages, move.saved.stored[move.group])
 
 
 def set_attention(view: nn.Module) -> None:

@@ -6,6 +6,9 @@ tensor. A sequence's life::
     add -> waiting -> running (prefill in chunks, then one token a step) -> finished
               ^----------- preempted: pages taken away, recomputed later ----'
 
+or not recomputed: as long as the swap space has room, a preempted sequence's pages are saved to host memory
+and loaded again.
+
 Samples of one prompt, be they the ``n`` of a request or of several requests: the first one computes
 the prompt while the others are held back; with the prompt's last chunk they start as forks that
 share its pages and draw from its logits.
@@ -17,7 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rollout.config import EngineConfig
-from rollout.sequence import PageCopy, PlannedRow, Sequence, SequenceState, StepPlan
+from rollout.sequence import PageCopy, PageTransfer, PlannedRow, Sequence, SequenceState, StepPlan
+from rollout.swap import SwapSpace
 from rollout.tables import PageTables, pages_to_hold
 from rollout.types import FinishReason
 
@@ -29,13 +33,16 @@ class _Draft:
     budget: int
     rows: list[PlannedRow] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
+    loads: list[PageTransfer] = field(default_factory=list)
     fresh: list[list[int]] = field(default_factory=list)
     planned: set[int] = field(default_factory=set)  # id() of sequences that have a row
     lacks_room: bool = False  # a fork found no room: pages are promised, none are left to admit with
 
-    def freeze(self) -> StepPlan:
+    def freeze(self, saves: list[PageTransfer]) -> StepPlan:
         return StepPlan(
             rows=tuple(self.rows),
+            saves=tuple(saves),
+            loads=tuple(self.loads),
             copies=tuple(self.copies),
             fresh_pages=tuple(tuple(pages) for pages in self.fresh),
         )
@@ -46,15 +53,17 @@ class Scheduler:
 
     Example::
 
-        scheduler = Scheduler(EngineConfig(), tables)
+        scheduler = Scheduler(EngineConfig(), tables, SwapSpace(0, page_bytes))
         scheduler.add([sequence])
         while (plan := scheduler.plan()) is not None:
             ...                          # run it, append the drawn tokens
             scheduler.commit(plan)
     """
 
-    def __init__(self, config: EngineConfig, tables: PageTables) -> None:
+    def __init__(self, config: EngineConfig, tables: PageTables, swap: SwapSpace) -> None:
         self.tables = tables
+        self._swap = swap
+        self._saves: list[PageTransfer] = []  # of sequences preempted since the last plan
         self.num_preemptions = 0
         self._prefill_first = config.scheduler_type == "prefill_first"
         self._margin = config.resolved_safety_margin
@@ -118,7 +127,10 @@ class Scheduler:
             assert not self._running, "running sequences and no row"
             self._admit(draft)  # all running ones were ended or preempted: start over
             assert draft.rows or not self.has_work, "work is waiting and no row could be planned"
-        return draft.freeze() if draft.rows else None
+        if not draft.rows:
+            return None
+        saves, self._saves = self._saves, []
+        return draft.freeze(saves)
 
     def commit(self, plan: StepPlan) -> None:
         """Note that the plan's tokens are computed; pages outside windows are given back."""
@@ -136,6 +148,8 @@ class Scheduler:
         else:
             self._drop_waiting(sequence)
         self.tables.release(sequence)
+        self._saves = [transfer for transfer in self._saves if transfer.saved is not sequence.saved]
+        self._swap.drop(sequence)
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         sequence.error = error
@@ -175,24 +189,32 @@ class Scheduler:
         if policy == "keep":
             for sequence in self._running:
                 sequence.is_shareable = False
+            for sequence in self._waiting:
+                if sequence.saved is not None:
+                    sequence.saved.is_shareable = False
         elif policy == "cancel":
             self.finish_all([s for s in self.live() if s.num_generated], FinishReason.CANCELLED)
         if policy != "keep":
             for sequence in reversed(self._running):
                 self._send_back(sequence)
             self._running.clear()
+            self._drop_saved()
 
-    def replace_tables(self, tables: PageTables) -> None:
-        """Go on with other page tables: running sequences are computed again on them."""
+    def replace_tables(self, tables: PageTables, swap: SwapSpace) -> None:
+        """Go on with other page tables: sequences that have begun are computed again on them."""
         for sequence in reversed(self._running):
             self._send_back(sequence)
         self._running.clear()
-        self.tables = tables
+        self._drop_saved()
+        self.tables, self._swap = tables, swap
         for sequence in self.waiting:
             sequence.reset_tables(tables.num_groups)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's pages away; it is computed again when there is room."""
+        """Take a running sequence's pages away; it goes on when there is room again."""
+        transfer = self._swap.save(sequence)
+        if transfer is not None:
+            self._saves.append(transfer)
         self._running.remove(sequence)
         self._send_back(sequence)
         sequence.num_preemptions += 1
@@ -201,6 +223,8 @@ class Scheduler:
     def check(self) -> None:
         """Audit queues and page books; raises AssertionError."""
         self.tables.check(self._running)
+        self._swap.check(self.waiting)
+        assert not any(s.saved for s in self._running), "running and saved"
         assert self._running == sorted(self._running, key=lambda s: s.seniority), "running out of order"
         assert all(s.state is SequenceState.RUNNING for s in self._running)
         for sequence in self.waiting:
@@ -251,25 +275,31 @@ class Scheduler:
         """Start waiting sequences while tokens, places and pages (less the margin) allow."""
         while self._waiting and draft.budget > 0 and len(self._running) < self._max_running:
             sequence = self._waiting[0]
-            self.tables.match_prefix(sequence)
-            cached = sequence.num_computed
+            saved = sequence.saved
+            if saved is None:
+                self.tables.match_prefix(sequence)
+                computed = sequence.num_computed
+            else:
+                sequence.first_page = list(saved.first_page)
+                computed = saved.num_computed
             needed = self.tables.missing(sequence, len(sequence.ids) + 1)
             # an idle engine may always start one, in chunks if it must
             if self._running and not self.tables.is_available(needed, self._margin):
-                if not self._fits_in_chunks(sequence, needed):
+                if saved is not None or not self._fits_in_chunks(sequence, needed):
                     self.tables.release(sequence)
                     return
-            length = min(
-                sequence.num_uncomputed, draft.budget, self.tables.room(sequence) - sequence.num_computed
-            )
+            length = min(len(sequence.ids) - computed, draft.budget, self.tables.room(sequence) - computed)
             if length <= 0:  # preempted when it was as long as the cache, and alone now
                 assert not self._running, "a sequence was found to fit and has no room"
                 self.finish(sequence, FinishReason.CACHE_FULL)
                 continue
             self._waiting.popleft()
             self._start(sequence)
-            if sequence.num_generated == 0:
-                sequence.cached_tokens = cached
+            if saved is not None:
+                draft.loads.append(self.tables.restore(sequence, saved))
+                self._swap.drop(sequence)
+            elif sequence.num_generated == 0:
+                sequence.cached_tokens = computed
             self._add_row(draft, sequence, length)
             if draft.lacks_room:
                 return
@@ -325,6 +355,12 @@ class Scheduler:
         self.tables.release(sequence)
         sequence.state = SequenceState.WAITING
         self._waiting.appendleft(sequence)
+
+    def _drop_saved(self) -> None:
+        """What lies in host memory, or was to be copied there, is of no use any more."""
+        self._saves.clear()
+        for sequence in self._waiting:
+            self._swap.drop(sequence)
 
     def _drop_waiting(self, sequence: Sequence) -> None:
         family = self._families.get(sequence.request.prompt_ids, [])

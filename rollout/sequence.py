@@ -6,7 +6,7 @@ decision: the scheduler plans, the engine commits.
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollout.types import Completion, DrawnToken, FinishReason, SamplingParams
 
@@ -50,6 +50,20 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
+class SavedPages:
+    """A preempted sequence's pages in host memory: enough to go on without computing them again."""
+
+    num_pages: tuple[int, ...]
+    """Per layer group."""
+    first_page: tuple[int, ...]
+    num_computed: int
+    is_shareable: bool
+    stored: dict[int, Any] = field(default_factory=dict)
+    """Layer group -> what the kv cache read from the pages (tensors, which this room does not know);
+    filled when the step runs."""
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One of a request's samples: its tokens so far and the pages that hold their keys/values.
 
@@ -80,6 +94,8 @@ class Sequence:
     error: Exception | None = None
     cached_tokens: int = 0
     num_preemptions: int = 0
+    saved: SavedPages | None = None
+    """Its pages in host memory, while it waits for room after a preemption."""
 
     def __post_init__(self) -> None:
         self.reset_tables(self.num_groups)
@@ -178,10 +194,26 @@ class PageCopy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageTransfer:
+    """Pages of every layer group that go to host memory, or come back from it."""
+
+    saved: SavedPages
+    pages: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages over all groups."""
+        return sum(map(len, self.pages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """All that one step does: rows in batch order, page copies, and pages to clear first."""
+    """All that one step does, in this order: pages are saved to host memory, copied, cleared, loaded
+    from host memory; then the rows are computed, in batch order."""
 
     rows: tuple[PlannedRow, ...]
+    saves: tuple[PageTransfer, ...] = ()
+    loads: tuple[PageTransfer, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     fresh_pages: tuple[tuple[int, ...], ...] = ()
     """Per layer group, pages taken in this plan: cleared before use, so that nothing of a former

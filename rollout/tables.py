@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from rollout.pages import PagePool, chain_key, root_key
-from rollout.sequence import PageCopy, Sequence
+from rollout.sequence import PageCopy, PageTransfer, SavedPages, Sequence
 
 
 def pages_to_hold(num_tokens: int, window: int | None, page_size: int, *, chunk: int) -> int:
@@ -149,6 +149,20 @@ class PageTables:
         child.first_page = list(parent.first_page)
         child.page_keys = list(parent.page_keys)
         child.is_shareable = parent.is_shareable
+
+    def restore(self, sequence: Sequence, saved: SavedPages) -> PageTransfer:
+        """Take pages for what a preempted sequence left in host memory; they are to be loaded.
+
+        Its full pages become findable again with the next :meth:`register`.
+        """
+        assert sequence.num_computed == 0 and not any(sequence.tables)
+        sequence.first_page = list(saved.first_page)
+        sequence.tables = [
+            pool.allocate(count) for pool, count in zip(self.pools, saved.num_pages, strict=True)
+        ]
+        sequence.num_computed = saved.num_computed
+        sequence.is_shareable = saved.is_shareable
+        return PageTransfer(saved=saved, pages=tuple(map(tuple, sequence.tables)))
 
     def recycle(self, sequence: Sequence) -> None:
         """Give back pages that slid out of their group's window."""

@@ -286,6 +286,10 @@ class RolloutMetrics:
     """Prompt tokens taken from shared pages instead of computed."""
     num_steps: int
     num_preemptions: int
+    pages_saved: int
+    """Pages of preempted sequences copied to host memory (see ``EngineConfig.cpu_offload_space``)."""
+    pages_loaded: int
+    """Pages copied back from there."""
     peak_pages: int
     num_pages: int
     cache_bytes: int

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -109,6 +110,48 @@ def test_a_kept_manager_takes_another_generation_config_and_hinders_no_batch() -
     assert len(output.generated_tokens) == 2
 
 
+def test_a_kept_manager_ends_when_another_config_is_asked_for() -> None:
+    model = attached()
+    pages = [ContinuousBatchingConfig(page_size=size) for size in (8, 16)]
+    managers = []
+    for config in (pages[0], pages[0], None, pages[1], pages[0]):
+        with model.continuous_batching_context_manager(
+            GREEDY, continuous_batching_config=config, persistent_manager=True
+        ) as manager:
+            assert manager.get_result(manager.add_request([5]), timeout=SECONDS).error is None
+        managers.append(manager)
+    first, again, unasked, other, back = managers
+    assert first is again is unasked and len({first, other, back}) == 3
+    assert (first.engine.config.page_size, other.engine.config.page_size) == (8, 16)
+    with pytest.raises(RuntimeError, match="destroyed"):
+        first.start()
+
+
+def test_batches_beside_a_running_manager_and_from_several_threads() -> None:
+    model = attached()
+    with model.continuous_batching_context_manager(GREEDY, persistent_manager=True) as manager:
+        ids = [manager.add_request([5, i], max_new_tokens=60) for i in range(6, 10)]
+        with ThreadPoolExecutor(4) as pool:
+            batches = list(
+                pool.map(lambda i: model.generate_batch([[5, i]], generation_config=GREEDY), range(6, 10))
+            )
+        running = [manager.get_result(each, timeout=SECONDS) for each in ids]
+        assert manager.is_running()
+    for batch, output in zip(batches, running, strict=True):
+        (single,) = batch.values()
+        assert len(output.generated_tokens) == 60
+        assert_greedy(TINY_MODELS["llama"](), single.completion)
+    rollout.detach(model)
+
+
+def test_detach_ends_a_running_manager() -> None:
+    model = attached()
+    manager = model.init_continuous_batching(GREEDY)
+    manager.start()
+    rollout.detach(model)
+    assert not manager.is_running()
+
+
 def test_init_start_add_stop() -> None:
     model = attached()
     manager = model.init_continuous_batching(
@@ -153,6 +196,32 @@ def test_copies_and_pickles_have_engines_of_their_own() -> None:
         assert changed.completion.policy_logprobs != before.completion.policy_logprobs
     (after,) = model.generate_batch([[5, 6]], generation_config=GREEDY).values()
     assert after.completion.policy_logprobs == before.completion.policy_logprobs
+
+
+DRAWN = GenerationConfig(do_sample=True, max_new_tokens=8, eos_token_id=-1)
+
+
+def drawn(seed: int | None, torch_seed: int, *page_sizes: int) -> list[list[int]]:
+    """What an attached model draws, call by call."""
+    torch.manual_seed(torch_seed)
+    before = torch.get_rng_state()
+    model, tokens = attached(), []
+    for page_size in page_sizes:
+        config = ContinuousBatchingConfig(seed=seed, page_size=page_size)
+        (output,) = model.generate_batch(
+            [[5]], generation_config=DRAWN, continuous_batching_config=config
+        ).values()
+        tokens.append(output.generated_tokens)
+    assert torch.equal(torch.get_rng_state(), before)
+    return tokens
+
+
+def test_without_a_seed_draws_follow_torchs_and_no_two_calls_draw_the_same() -> None:
+    first = drawn(None, 1, 8, 8, 16, 8)
+    assert len(set(map(tuple, first))) == 4, "a new config must not start the same noise again"
+    assert drawn(None, 1, 8, 8, 16, 8) == first
+    assert drawn(None, 2, 8, 8, 16, 8) != first
+    assert drawn(7, 1, 8) == drawn(7, 2, 8) != first[:1]
 
 
 # ---- generation config

@@ -24,7 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"types"},
     "sequence": {"types"},
     "tables": {"pages", "sequence"},
-    "scheduler": {"config", "sequence", "tables", "types"},
+    "swap": {"sequence"},
+    "scheduler": {"config", "sequence", "swap", "tables", "types"},
     "meter": {"types"},
     # lists become tensors
     "kv_cache": set(),
@@ -94,6 +95,7 @@ ALLOWED: dict[str, set[str]] = {
         "scoring",
         "sequence",
         "sharding",
+        "swap",
         "tables",
         "types",
         "weights",
@@ -124,7 +126,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"attention", "bench", "config", "demo_model", "engine", "jsonl", "results", "types"},
     "__main__": {"cli"},
 }
-HOST_ROOMS = ["types", "noise", "text", "pages", "config", "sequence", "tables", "scheduler", "meter"]
+HOST_ROOMS = ["types", "noise", "text", "pages", "config", "sequence", "swap", "tables", "scheduler", "meter"]
 MAY_IMPORT_TRANSFORMERS = {
     "attention",
     "bench.limits",

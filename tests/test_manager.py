@@ -25,8 +25,8 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=6)
 
 
 def make(defaults: SamplingParams = GREEDY, **settings: int) -> ContinuousBatchingManager:
-    engine = RolloutEngine(TINY_MODELS["llama"](), config={"page_size": 4})
-    return ContinuousBatchingManager(engine, defaults, **settings)
+    engine = RolloutEngine(TINY_MODELS["llama"](), config={"page_size": 4, **settings})
+    return ContinuousBatchingManager(engine, defaults)
 
 
 @pytest.fixture
@@ -63,6 +63,12 @@ def test_samples_are_children_as_in_transformers(manager: ContinuousBatchingMana
     ids = {manager.get_result(timeout=SECONDS).request_id for _ in range(3)}
     assert ids == {request_id, f"{request_id}__child#0", f"{request_id}__child#1"}
     assert manager.get_result(request_id, timeout=SECONDS) is None  # at once: nothing is expected of it
+
+
+def test_iterating_ends_when_all_is_answered(manager: ContinuousBatchingManager) -> None:
+    ids = manager.add_requests([[5, 6], [7]])
+    assert sorted(output.request_id for output in manager) == ids
+    assert list(manager) == [], "nothing was added since"
 
 
 def test_streaming_shows_every_token_once_more(manager: ContinuousBatchingManager) -> None:

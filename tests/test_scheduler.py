@@ -17,6 +17,7 @@ from rollout.config import WEIGHT_CHANGE_POLICIES, EngineConfig
 from rollout.pages import chain_key, root_key
 from rollout.scheduler import Scheduler
 from rollout.sequence import PlannedRow, Request, Sequence, SequenceState, StepPlan
+from rollout.swap import SwapSpace
 from rollout.tables import PageTables
 from rollout.types import DrawnToken, FinishReason, SamplingParams
 
@@ -43,7 +44,8 @@ class Prefixes:
 class Shadow:
     """The cache without numbers: (group, page, slot) -> (weight version, prefix written there).
 
-    ``run`` does to it what the runner does to the tensors, in that order: copies, clears, writes.
+    ``run`` does to it what the runner does to the tensors, in that order: saves, copies, clears, loads,
+    writes.
     Then every key that a query of the plan can see must be the sequence's own, in its place.
     """
 
@@ -53,12 +55,29 @@ class Shadow:
         self.prefixes = Prefixes()
 
     def run(self, plan: StepPlan, version: int, running: tuple[Sequence, ...]) -> None:
+        self._save(plan)
         self._copy_and_clear(plan)
+        self._load(plan)
         for group in range(self.tables.num_groups):
             self._write(plan, group, version)
             self._check_holders(plan, group, running)
             for row in plan.rows:
                 self._check_reads(row, group, version)
+
+    def _save(self, plan: StepPlan) -> None:
+        for transfer in plan.saves:
+            for group, pages in enumerate(transfer.pages):
+                transfer.saved.stored[group] = [self._page(group, page) for page in pages]
+
+    def _load(self, plan: StepPlan) -> None:
+        for transfer in plan.loads:
+            for group, pages in enumerate(transfer.pages):
+                assert tuple(map(len, transfer.pages)) == transfer.saved.num_pages
+                for page, slots in zip(pages, transfer.saved.stored[group], strict=True):
+                    self.slots |= {(group, page, slot): held for slot, held in enumerate(slots)}
+
+    def _page(self, group: int, page: int) -> list[tuple[int, int]]:
+        return [self.slots[group, page, slot] for slot in range(self.tables.page_size)]
 
     def _copy_and_clear(self, plan: StepPlan) -> None:
         size = self.tables.page_size
@@ -145,6 +164,7 @@ class Driver:
         safety_margin: float | None = 0.0,
         max_batch_tokens: int | None = None,
         max_requests_per_batch: int | None = None,
+        swap_pages: int = 0,
         draw: Callable[[Sequence], int] = lambda sequence: (
             1000 * (1 + sequence.index) + sequence.num_generated
         ),
@@ -159,6 +179,7 @@ class Driver:
         )
         self.windows = windows
         self.num_pages = num_pages if isinstance(num_pages, tuple) else (num_pages,) * len(windows)
+        self.swap_pages = swap_pages
         self.version = 0
         self.draw = draw
         self.num_requests = 0
@@ -167,7 +188,8 @@ class Driver:
         self.all: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.seen: Counter[str] = Counter()
-        self.scheduler = Scheduler(self.config, self.new_tables())
+        self.swap = self.new_swap()
+        self.scheduler = Scheduler(self.config, self.new_tables(), self.swap)
         self.shadow = Shadow(self.scheduler.tables)
 
     def new_tables(self) -> PageTables:
@@ -179,6 +201,14 @@ class Driver:
         )
         tables.start_version(self.version)
         return tables
+
+    def new_swap(self) -> SwapSpace:
+        """Room for some pages, of which each group's have another size."""
+        return SwapSpace(self.swap_pages * 10, tuple(10 - g for g in range(len(self.windows))))
+
+    def replace_tables(self) -> None:
+        self.swap = self.new_swap()
+        self.scheduler.replace_tables(self.new_tables(), self.swap)
 
     def submit(self, prompt: list[int], *, n: int = 1, max_new_tokens: int = 3) -> list[Sequence]:
         ordinal, self.num_requests = self.num_requests, self.num_requests + 1
@@ -215,6 +245,8 @@ class Driver:
             assert row.draws or not row.forks
         self.shadow.run(plan, self.version, running)
         self.seen["copies"] += len(plan.copies)
+        self.seen["saves"] += len(plan.saves)
+        self.seen["loads"] += len(plan.loads)
         self.seen["forks"] += sum(len(row.forks) for row in plan.rows)
         self.seen["chunks"] += sum(not row.draws for row in plan.rows)
         return plan
@@ -257,6 +289,7 @@ class Driver:
         assert self.scheduler.plan() is None
         self.check()
         assert self.scheduler.tables.num_held == 0, "pages are held and nobody runs"
+        assert self.swap.num_free == self.swap.num_bytes, "host memory is held and nobody waits"
         assert sorted(map(id, self.finished)) == sorted(map(id, self.all)), "not one end per sequence"
         return plans
 
@@ -784,11 +817,94 @@ def test_a_prefix_is_never_found_across_a_change_of_weights(policy: str) -> None
         driver.change_weights(policy)
 
 
+# ---- pages in host memory -----------------------------------------------------------------------
+
+
+def saved_one(*, swap_pages: int = 100, num_pages: int = 6) -> tuple[Driver, Sequence, Sequence]:
+    """Two sequences of which the second was just preempted with two pages of tokens computed, which no
+    prefix leads to any more."""
+    driver = Driver(num_pages=num_pages, swap_pages=swap_pages)
+    (first,) = driver.submit([1] * 7, max_new_tokens=12)
+    (second,) = driver.submit([2] * 7, max_new_tokens=12)
+    driver.steps(2)
+    driver.scheduler.preempt(second)
+    driver.scheduler.tables.start_version(driver.version)
+    return driver, first, second
+
+
+def test_a_saved_sequence_goes_on_where_it_was() -> None:
+    driver, _, second = saved_one()
+    assert second.saved is not None and second.saved.num_computed == 8
+    plan = driver.step()
+    assert [transfer.num_pages for transfer in plan.saves] == [2]
+    assert rows(plan)[-1] == ("r1.0", 8, 1), "it was to be loaded, not computed again"
+    assert [transfer.num_pages for transfer in plan.loads] == [2] and second.saved is None
+    driver.drain()
+    assert driver.seen["saves"] == driver.seen["loads"] > 1  # and again, when the pages ran out
+
+
+def test_what_finds_no_space_is_computed_again() -> None:
+    driver, _, second = saved_one(swap_pages=1)
+    assert second.saved is None and driver.swap.num_free == driver.swap.num_bytes
+    plan = driver.step()
+    assert not plan.saves and not plan.loads
+    assert rows(plan)[-1] == ("r1.0", 0, 9)
+    driver.drain()
+
+
+def test_a_loaded_prefix_can_be_found_again() -> None:
+    driver, _, _ = saved_one(num_pages=9)
+    driver.step()
+    (third,) = driver.submit([2] * 7, max_new_tokens=1)
+    driver.step()
+    assert third.cached_tokens == 4
+    driver.drain()
+
+
+@pytest.mark.parametrize("policy", WEIGHT_CHANGE_POLICIES)
+def test_saved_pages_and_a_change_of_weights(policy: str) -> None:
+    driver, _, second = saved_one()
+    if policy != "cancel":  # which ends both: they have tokens
+        driver.change_weights(policy)
+        plan = driver.step()
+        kept = policy == "keep"
+        assert bool(plan.loads) == bool(plan.saves) == kept
+        assert rows(plan)[-1] == (("r1.0", 8, 1) if kept else ("r1.0", 0, 9))
+        assert second.is_shareable != kept
+    else:
+        driver.change_weights(policy)
+        assert driver.scheduler.plan() is None
+    driver.drain()
+
+
+def test_the_end_of_a_saved_sequence_gives_its_space_back() -> None:
+    driver, _, second = saved_one()
+    driver.scheduler.finish(second, FinishReason.CANCELLED)
+    assert driver.swap.num_free == driver.swap.num_bytes
+    assert not driver.step().saves, "nobody waits for this copy"
+    driver.drain()
+
+
+def test_other_tables_make_saved_pages_useless() -> None:
+    driver, _, second = saved_one()
+    driver.replace_tables()
+    driver.shadow = Shadow(driver.scheduler.tables)
+    assert second.saved is None
+    driver.drain()
+
+
+def test_the_audit_sees_lost_space() -> None:
+    driver, _, _ = saved_one()
+    driver.swap.num_free += 1
+    with pytest.raises(AssertionError, match="bytes of host memory are lost"):
+        driver.scheduler.check()
+
+
 def test_running_sequences_go_on_with_other_tables() -> None:
     driver = Driver(num_pages=8)
     (sequence,) = driver.submit([1, 2, 3, 4, 5], max_new_tokens=4)
     driver.steps(2)
-    driver.scheduler.replace_tables(driver.new_tables())
+    driver.replace_tables()
     driver.shadow = Shadow(driver.scheduler.tables)
     assert [rows(plan) for plan in driver.drain()] == [[("r0.0", 0, 7)], [("r0.0", 7, 1)]]
     assert sequence.finish_reason is FinishReason.LENGTH
@@ -907,6 +1023,7 @@ class RandomEvents:
             safety_margin=self.rng.choice([None, 0.0, 0.0, 0.0, 0.3, 1.0]),
             max_batch_tokens=self.rng.choice([3, 9, 16, None]),
             max_requests_per_batch=self.rng.choice([1, 5, None, None, None]),
+            swap_pages=self.rng.choice([0, 4, 12, 1000]),
             draw=lambda sequence: self.rng.randrange(3),  # three tokens: equal prefixes are common
         )
         self.counts: Counter[str] = Counter()
@@ -965,7 +1082,7 @@ class RandomEvents:
         self.driver.change_weights(self.rng.choice(WEIGHT_CHANGE_POLICIES))
 
     def replace_tables(self) -> None:
-        self.driver.scheduler.replace_tables(self.driver.new_tables())
+        self.driver.replace_tables()
         self.driver.shadow = Shadow(self.driver.scheduler.tables)
 
     def fail_in_a_step(self) -> None:
@@ -989,16 +1106,16 @@ class RandomEvents:
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_random_events_never_show_a_query_a_foreign_or_stale_key(world: World) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in range(6):
         events = RandomEvents(world, seed)
-        events.run(EVENTS_PER_WORLD // 4)
+        events.run(EVENTS_PER_WORLD // 6)
         driver = events.driver
         driver.drain()
         seen += driver.seen + events.counts
         seen["preempted"] += driver.scheduler.num_preemptions - events.counts["preempted by hand"]
         seen["cached"] += sum(s.cached_tokens > 0 for s in driver.all)
     # the worlds are tight enough that everything that can happen did
-    wanted = {"preempted", "chunks", "length", "cancelled", "error"}
+    wanted = {"preempted", "chunks", "length", "cancelled", "error", "saves", "loads"}
     if world.share:
         wanted |= {"forks", "copies", "cached"}
     missing = {kind for kind in wanted if not seen[kind]}

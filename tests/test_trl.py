@@ -9,6 +9,7 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 
+import rollout
 from rollout import RolloutEngine, RolloutError
 from rollout.integrations.trl import GRPOTrainer, use_engine
 from tiny_tokenizer import EOS_ID, VOCAB_SIZE, tiny_tokenizer
@@ -185,6 +186,39 @@ def test_the_trained_weights_do_not_depend_on_the_engine_being_there(
         trainer.train()
         digests.append(digest(trainer.model))
     assert digests[0] == digests[1] != digest(tiny_model())
+
+
+@pytest.mark.parametrize("kind", [trl.GRPOTrainer, trl.RLOOTrainer])
+def test_trls_own_trainers_generate_with_the_engine_after_attach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    changes = {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {"page_size": 16},
+        "num_generations": 4,
+    }
+    if kind is trl.GRPOTrainer:
+        model = rollout.attach(tiny_model())
+        trainer = grpo(tmp_path, kind=kind, model=model, **changes)
+    else:
+        trainer = rloo(tmp_path, kind=kind, **changes)
+        model = rollout.attach(trainer.model)
+    generate_batch, seen = model.generate_batch, []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        outputs = generate_batch(*args, **kwargs)
+        seen.append([output.completion for output in outputs.values()])
+        return outputs
+
+    monkeypatch.setattr(model, "generate_batch", recorded)
+    before = digest(trainer.model)
+    trainer.train()
+    assert digest(trainer.model) != before
+    versions = [{version for c in batch for version in c.versions} for batch in seen]
+    assert versions == [{0}, {1}, {2}], "each step's weights are noticed"
+    assert all(len({c.token_ids for c in batch}) > 1 for batch in seen)
+    assert len({batch[0].token_ids for batch in seen}) > 1
+    assert trainer.model.training
 
 
 def test_a_failing_rollout_names_the_prompts_and_the_run_can_go_on(tmp_path: Path) -> None:
