@@ -342,7 +342,8 @@ class ContinuousBatchingManager:
         """The next output, of one request or of any.
 
         Returns ``None`` after ``timeout`` seconds, and at once when nothing is expected: the request
-        is unknown or its last output was taken, or nothing is unanswered and the loop has ended.
+        is unknown or its last output was taken, or nothing is unanswered and the loop has ended. On a
+        rank that does not drive an unknown request may still come from the driver, and is waited for.
         """
         self._check_process()
         return self._mail.take(request_id, timeout, lambda: self._is_expected(request_id))
@@ -686,7 +687,10 @@ class ContinuousBatchingManager:
     def _is_expected(self, request_id: str | None) -> bool:
         if request_id is None:
             return bool(self._tickets) or self._is_looping
-        return request_id in self._ids
+        if request_id in self._ids:
+            return True
+        # a rank that does not drive hears of requests only when they are there
+        return self._turns is not None and not self._turns.is_driver and self._is_looping
 
     def _paused_here(self) -> int:
         return int(vars(self._own_pauses).get("count", 0))

@@ -226,10 +226,10 @@ class TensorParallelRanks(Ranks):
         """See the base class."""
         share = share_len(full_len, self.size)
         rows = pad(part, (0, share - part.shape[-1])).reshape(-1, share)  # the last slices may be shorter
-        out = part.new_empty((self.size * len(rows), share))
+        slices = part.new_empty((self.size, len(rows), share))
         with self._talking("a join in the model"):
-            dist.all_gather_into_tensor(out, rows.contiguous(), group=self._device_group or self._group)
-        joined = out.view(self.size, len(rows), share).transpose(0, 1).reshape(len(rows), -1)
+            dist.all_gather(list(slices), rows.contiguous(), group=self._device_group or self._group)
+        joined = slices.transpose(0, 1).reshape(len(rows), -1)
         return joined[:, :full_len].reshape(*part.shape[:-1], full_len)
 
     @contextmanager
