@@ -112,7 +112,7 @@ class RolloutEngine:
         self._capacity: CapacityPlanner
         self._swap_bytes: int
         # but for the seed, which may be a random one: the driver's counts
-        self._ranks.note("RolloutEngine(config)", replace(self.config, seed=None))
+        self._ranks.note("RolloutEngine(config)", replace(self.config, seed=0).changed())
         with engine_mode(), self._ranks.lockstep():
             self._weights.update()
             self._meet("building the engine")

@@ -15,15 +15,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rollout.engine import RolloutEngine
-from rollout.outputs import GenerationOutput, Mailbox, RequestStatus, status_of
+from rollout.outputs import GenerationOutput, Mailbox
 from rollout.requests import Prompt
-from rollout.results import Progress
+from rollout.tickets import Ticket
 from rollout.turns import STOPS, Orders, ToldRequest, Turns, Wishes
 from rollout.types import Completion, DuplicateRequestError, RankError, SamplingParams
 
@@ -31,35 +30,6 @@ logger = logging.getLogger("rollout")
 
 QUEUE_SECONDS = 10.0
 """How long ``add_request`` waits for a place in a full queue."""
-
-
-@dataclass(slots=True)
-class _Ticket:
-    """A request from the moment it was added until all its samples are answered."""
-
-    request_id: str
-    prompt: Prompt
-    params: SamplingParams
-    streaming: bool
-    timestamps: list[list[float]] | None  # per sample
-    created: float = field(default_factory=time.perf_counter)
-    started: float = -1
-    unanswered: int = field(init=False)
-    shown: dict[int, int] = field(default_factory=dict)  # tokens of each sample that were seen
-
-    def __post_init__(self) -> None:
-        self.unanswered = self.params.n
-
-    def told(self) -> ToldRequest:
-        """What other ranks are told of it."""
-        is_timed = self.timestamps is not None
-        return ToldRequest.of(
-            self.request_id, self.prompt, self.params, streaming=self.streaming, is_timed=is_timed
-        )
-
-    def id_of(self, index: int) -> str:
-        """Sample 0 has the request's own id, the others are its children."""
-        return self.request_id if index == 0 else f"{self.request_id}__child#{index - 1}"
 
 
 class ContinuousBatchingManager:
@@ -98,9 +68,9 @@ class ContinuousBatchingManager:
         self._changed = threading.Condition()
         self._mail = Mailbox()
         self._thread: threading.Thread | None = None
-        self._inbox: deque[_Ticket] = deque()
+        self._inbox: deque[Ticket] = deque()
         self._cancelled: deque[str] = deque()
-        self._tickets: dict[str, _Ticket] = {}  # unanswered requests by their id
+        self._tickets: dict[str, Ticket] = {}  # unanswered requests by their id
         self._ids: dict[str, str] = {}  # unanswered samples' ids -> request id
         self._count = 0
         self._stopping: str | None = None  # "flush" or "hard"
@@ -144,6 +114,8 @@ class ContinuousBatchingManager:
             return
         if self._engine.ranks.size > 1 and self._turns is None:
             self._turns = Turns(self._engine.ranks.fork(), self._engine.config.cpu_group_timeout)
+        if self._turns is not None:
+            self._turns.begin()
         self._stopping, self.fatal_error = None, None
         kind = self._engine.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -274,8 +246,7 @@ class ContinuousBatchingManager:
             if request_id is None:
                 request_id = f"req_{self._count}"
                 self._count += 1
-            times: list[list[float]] | None = [[] for _ in range(chosen.n)] if record_timestamps else None
-            ticket = _Ticket(request_id, input_ids, chosen, streaming, times)
+            ticket = Ticket(request_id, input_ids, chosen, streaming, record_timestamps)
             if self._was_told(ticket):
                 return request_id
             ids = [ticket.id_of(index) for index in range(chosen.n)]
@@ -401,6 +372,9 @@ class ContinuousBatchingManager:
         except BaseException as error:
             self.fatal_error = error
             logger.exception("the manager's thread ended with an error")
+            if self._turns is not None:  # the other ranks hear of it at once; a new start makes new ones
+                self._turns.leave()
+                self._turns = None
         finally:
             self._fail_all()
             with self._changed:
@@ -466,14 +440,14 @@ class ContinuousBatchingManager:
             )
         return dataclasses.replace(wishes, requests=self._packed(tickets)) if turns.is_driver else wishes
 
-    def _packed(self, tickets: list[_Ticket]) -> list[bytes]:
+    def _packed(self, tickets: list[Ticket]) -> list[bytes]:
         packed = []
         for ticket in tickets:
             try:
                 packed.append(pickle.dumps(ticket.told()))
             except Exception as error:  # whatever it holds: this request's own fault
                 reason = TypeError(f"the request cannot be sent to the other ranks: {error}")
-                self._answer(ticket, [self._failed(ticket, i, reason) for i in range(ticket.params.n)])
+                self._answer(ticket, ticket.failed(reason))
         return packed
 
     def _is_wanted(self, turns: Turns) -> bool:
@@ -495,7 +469,7 @@ class ContinuousBatchingManager:
         self._publish(self._engine.step())
         return True
 
-    def _ticket_of(self, turns: Turns, told: ToldRequest) -> _Ticket:
+    def _ticket_of(self, turns: Turns, told: ToldRequest) -> Ticket:
         """This rank's ticket of a request of the driver: its own, or one that its script claimed."""
         ticket = self._tickets.get(told.request_id)
         if turns.is_driver:
@@ -505,8 +479,7 @@ class ContinuousBatchingManager:
             if ticket.told().asks_the_same(told):
                 return ticket
             self._refuse_claim(told.request_id, "rank 0, which drives, added another request under this id")
-        times: list[list[float]] | None = [[] for _ in range(told.params.n)] if told.is_timed else None
-        ticket = _Ticket(told.request_id, told.prompt, told.params, told.streaming, times)
+        ticket = Ticket(told.request_id, told.prompt, told.params, told.streaming, told.is_timed)
         with self._changed:
             self._tickets[told.request_id] = ticket
             self._ids.update((ticket.id_of(index), told.request_id) for index in range(told.params.n))
@@ -520,9 +493,9 @@ class ContinuousBatchingManager:
             f"request {request_id!r} was added on rank {rank} of a divided model and {why}; add requests on "
             "rank 0, or the same ones on all ranks"
         )
-        self._answer(ticket, [self._failed(ticket, index, error) for index in range(ticket.params.n)])
+        self._answer(ticket, ticket.failed(error))
 
-    def _was_told(self, ticket: _Ticket) -> bool:
+    def _was_told(self, ticket: Ticket) -> bool:
         """Whether the driver's request came before this rank's script added the same one.
 
         Raises:
@@ -548,11 +521,11 @@ class ContinuousBatchingManager:
                 return
             self._changed.wait()
 
-    def _submit(self, ticket: _Ticket) -> None:
+    def _submit(self, ticket: Ticket) -> None:
         try:
             self._engine.add_request(ticket.prompt, ticket.params, request_id=ticket.request_id)
         except Exception as error:  # this request's own fault
-            self._answer(ticket, [self._failed(ticket, index, error) for index in range(ticket.params.n)])
+            self._answer(ticket, ticket.failed(error))
 
     def _publish(self, finished: list[Completion]) -> None:
         """Outputs of the step just run: streamed ones, and those that ended."""
@@ -560,75 +533,16 @@ class ContinuousBatchingManager:
         watched = {
             ticket.request_id: ticket
             for ticket in list(self._tickets.values())  # other threads add meanwhile
-            if ticket.started < 0 or ticket.streaming or ticket.timestamps is not None
+            if ticket.started < 0 or ticket.streaming or ticket.is_timed
         }
         for request_id, samples in self._engine.progress(watched).items():
-            self._observe(watched[request_id], samples, now)
+            self._mail.deliver(watched[request_id].observed(samples, now))
         for completion in finished:
             found = self._tickets.get(completion.request_id)
             if found is not None:  # else added to the engine behind our back
-                self._answer(found, [self._ended(found, completion, now)])
+                self._answer(found, [found.ended(completion, now)])
 
-    def _observe(self, ticket: _Ticket, samples: list[Progress], now: float) -> None:
-        """Note the tokens that a running request got in this step."""
-        outputs = []
-        for progress in samples:
-            if ticket.started < 0 and progress.is_running:
-                ticket.started = now
-            new = len(progress.token_ids) - ticket.shown.get(progress.index, 0)
-            if new <= 0:
-                continue
-            ticket.shown[progress.index] = len(progress.token_ids)
-            if ticket.timestamps is not None:
-                ticket.timestamps[progress.index] += [now] * new
-            if ticket.streaming:
-                outputs.append(
-                    self._output(
-                        ticket,
-                        progress.index,
-                        generated_tokens=list(progress.token_ids),
-                        logprobs=list(progress.logprobs),
-                        status=RequestStatus.DECODING,
-                    )
-                )
-        self._mail.deliver(outputs)
-
-    def _ended(self, ticket: _Ticket, completion: Completion, now: float) -> GenerationOutput:
-        if ticket.started < 0:
-            ticket.started = now
-        if ticket.timestamps is not None:
-            times = ticket.timestamps[completion.index]
-            times += [now] * (len(completion.token_ids) - len(times))
-        output = self._output(
-            ticket,
-            completion.index,
-            prompt_ids=list(completion.prompt_ids),
-            generated_tokens=list(completion.token_ids),
-            logprobs=list(completion.logprobs),
-            status=status_of(completion),
-            error=None if completion.error is None else str(completion.error),
-            completion=completion,
-        )
-        output.lifespan = (ticket.started, now)
-        return output
-
-    def _failed(self, ticket: _Ticket, index: int, error: BaseException) -> GenerationOutput:
-        return self._output(ticket, index, status=RequestStatus.FAILED, error=str(error))
-
-    def _output(self, ticket: _Ticket, index: int, **values: Any) -> GenerationOutput:
-        times = None if ticket.timestamps is None else list(ticket.timestamps[index])
-        prompt = ticket.prompt
-        is_ids = not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt)
-        known: dict[str, Any] = {"prompt_ids": list(prompt)} if is_ids else {}
-        return GenerationOutput(
-            request_id=ticket.id_of(index),
-            created_time=ticket.created,
-            lifespan=(ticket.started, -1),
-            timestamps=times,
-            **(known | values),
-        )
-
-    def _answer(self, ticket: _Ticket, outputs: list[GenerationOutput]) -> None:
+    def _answer(self, ticket: Ticket, outputs: list[GenerationOutput]) -> None:
         """Deliver last outputs of a request's samples and strike them off."""
         with self._changed:
             for output in outputs:
@@ -650,7 +564,7 @@ class ContinuousBatchingManager:
         self._engine.take_finished()  # or they would answer later requests of these ids
         for ticket in tickets:
             left = [i for i in range(ticket.params.n) if ticket.id_of(i) in self._ids]
-            self._answer(ticket, [self._failed(ticket, index, reason) for index in left])
+            self._answer(ticket, ticket.failed(reason, left))
 
     # ---- small things
 

@@ -39,8 +39,11 @@ DIGEST_BYTES = 7
 NUM_NUMBERS = 4
 """Numbers that ranks agree on in one round; the same in every round, so that ranks which are at
 different places still understand each other."""
+LONGEST_QUOTE = 400
+"""Characters of a command that an error quotes."""
 OTHER_SIZES = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
 """Ways of ``DistributedConfig`` to divide a model that are not served."""
+NEUTRAL = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingParams)}
 KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 
@@ -153,12 +156,13 @@ class TensorParallelRanks(Ranks):
 
     def note(self, command: str, *facts: object) -> None:
         """See the base class."""
-        self._last = command
-        self._ledger.update(repr((command, *facts)).encode())
+        told = repr(facts)
+        self._last = f"{command} {told[:LONGEST_QUOTE]}{'...' if len(told) > LONGEST_QUOTE else ''}"
+        self._ledger.update(f"{command} {told}".encode())
 
     def note_request(self, request: Request) -> None:
         """See the base class."""
-        self.note(f"add_request(request_id={request.request_id!r})", _facts(request))
+        self.note("add_request", *_facts(request))
 
     def meet(self, doing: str, level: int, budget: int) -> tuple[int, int]:
         """See the base class."""
@@ -339,15 +343,16 @@ def _facts(request: Request) -> tuple[object, ...]:
     """What must be the same on all ranks. Logits processors need not: they run on the driver alone."""
     params = {f.name: getattr(request.params, f.name) for f in fields(SamplingParams)}
     del params["logits_processors"]
-    params["logit_bias"] = sorted(request.params.logit_bias.items())
+    params["logit_bias"] = dict(sorted(request.params.logit_bias.items()))
+    changed = {name: value for name, value in params.items() if value != NEUTRAL[name]}
     return (
         request.request_id,
+        changed,
         request.ordinal,
-        request.prompt_ids,
         request.noise_key,
         request.first_index,
         sorted(request.eos_ids),
-        params,
+        request.prompt_ids,
     )
 
 

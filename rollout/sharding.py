@@ -22,7 +22,21 @@ INSTALLERS = ("transformers.distributed", "transformers.integrations.tensor_para
 """Modules that patch ``forward``."""
 
 
-class SumOverRanks(nn.Module):
+class OverRanks(nn.Module):
+    """Stands around a module that works on this rank's shards."""
+
+    def __init__(self, part: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.part = part
+        self._ranks = ranks
+
+    @property
+    def weight(self) -> Tensor:
+        """The part's own, which adapters look at for its dtype."""
+        return self.part.get_parameter("weight")
+
+
+class SumOverRanks(OverRanks):
     """A module that gives a part of a sum on each rank: row-wise linears, experts.
 
     Args:
@@ -35,9 +49,8 @@ class SumOverRanks(nn.Module):
     def __init__(
         self, part: nn.Module, ranks: Ranks, bias: Tensor | None = None, columns: slice | None = None
     ) -> None:
-        super().__init__()
-        self.part = part
-        self._ranks, self._bias, self._columns = ranks, (bias,), columns
+        super().__init__(part, ranks)
+        self._bias, self._columns = (bias,), columns  # in a tuple: no parameter of this module
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The whole module's output, on every rank."""
@@ -48,26 +61,24 @@ class SumOverRanks(nn.Module):
         return out if bias is None else out + bias.to(out.dtype)
 
 
-class JoinOverRanks(nn.Module):
+class JoinOverRanks(OverRanks):
     """A module that gives ``full_len`` columns in all, a slice of them on each rank."""
 
     def __init__(self, part: nn.Module, ranks: Ranks, full_len: int) -> None:
-        super().__init__()
-        self.part = part
-        self._ranks, self._full_len = ranks, full_len
+        super().__init__(part, ranks)
+        self._full_len = full_len
 
     def forward(self, input: Tensor) -> Tensor:
         """The whole module's output ``[..., full_len]``, on every rank."""
         return self._ranks.join(self.part(input), self._full_len)
 
 
-class RowsOverRanks(nn.Module):
+class RowsOverRanks(OverRanks):
     """An embedding whose rows, from ``first`` on, are this rank's."""
 
     def __init__(self, part: nn.Module, ranks: Ranks, first: int, num_rows: int) -> None:
-        super().__init__()
-        self.part = part
-        self._ranks, self._first, self._num_rows = ranks, first, num_rows
+        super().__init__(part, ranks)
+        self._first, self._num_rows = first, num_rows
 
     def forward(self, input: Tensor) -> Tensor:
         """The embeddings of all ids, on every rank."""

@@ -93,12 +93,18 @@ class Turns:
         self.is_driver = ranks.is_driver
         self.heartbeat = HEARTBEAT if timeout is None else min(HEARTBEAT, timeout / 4)
         self.last = Orders()
+        """What the ranks agreed on last."""
         self.wished_pause = False
+        """What this rank said last."""
         self._ranks = ranks
         self._timeout = timeout
         self._held: list[Orders] = []  # told during a pause
         self._claims: dict[str, float] = {}  # id -> when the driver must have told it
         self._unclaimed: dict[str, ToldRequest] = {}
+
+    def begin(self) -> None:
+        """The loop starts, perhaps once more: what was agreed before it counts no longer."""
+        self.last, self.wished_pause, self._held = Orders(), False, []
 
     def exchange(self, wishes: Wishes) -> Orders:
         """Tell the other ranks this rank's wishes and hear theirs. Waits for them.
@@ -138,7 +144,7 @@ class Turns:
 
     def leave(self) -> None:
         """No more turns on this rank; the others hear of it at once if they still wait."""
-        self._ranks.leave("its manager was destroyed")
+        self._ranks.leave("its manager has ended")
 
     # ---- claims
 

@@ -102,7 +102,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "outputs": {"types"},
     "turns": {"parallel", "requests", "types"},
-    "manager": {"engine", "outputs", "requests", "results", "turns", "types"},
+    "tickets": {"outputs", "requests", "results", "turns", "types"},
+    "manager": {"engine", "outputs", "requests", "tickets", "turns", "types"},
     "generation_config": {"types"},
     "drop_in": {
         "config",

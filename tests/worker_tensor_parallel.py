@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
@@ -23,6 +25,7 @@ import rollout.engine
 from rollout import RolloutEngine, SamplingParams
 from rollout.manager import ContinuousBatchingManager
 from rollout.outputs import GenerationOutput
+from rollout.parallel import Ranks, TensorParallelRanks, ranks_of
 from rollout.types import RankError
 
 SECONDS = 60.0  # a hang is a failure and not a stuck run
@@ -54,8 +57,12 @@ def rows(batch: Any) -> list[Any]:
 
 def row(output: GenerationOutput | None) -> list[Any]:
     assert output is not None, "no output within the time"
-    reason = output.completion and str(output.completion.finish_reason)
+    reason = output.error if output.completion is None else str(output.completion.finish_reason)
     return [output.request_id, output.generated_tokens, reason]
+
+
+def write(out: Path, seen: dict[str, Any]) -> None:
+    (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
 
 
 def barrier() -> None:
@@ -85,6 +92,22 @@ def see_engine(folder: Path) -> dict[str, Any]:
         }
         engine.check()
     return seen
+
+
+def see_crowd(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Any]:
+    """More than the pages hold: sequences are preempted, their pages saved and loaded again."""
+    prompts = [[i % 7 + 1] * (i % 5 * 6 + 1) for i in range(10)]
+    params = [SamplingParams(max_new_tokens=9 + i, seed=i, n=1 + i % 2) for i in range(10)]
+    settings = {"num_blocks": 24, "max_batch_tokens": 16, "cpu_offload_space": 0.01}
+    engine = make(model, **settings)
+    batch = engine.generate(prompts, params)
+    engine.check()
+    return {
+        "divided": rows(batch),
+        "whole": rows(make(whole, **settings).generate(prompts, params)),
+        "num_preemptions": batch.metrics.num_preemptions,
+        "pages_loaded": batch.metrics.pages_loaded,
+    }
 
 
 def see_draws(model: PreTrainedModel) -> dict[str, Any]:
@@ -130,6 +153,28 @@ def see_weights(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Any
     return seen
 
 
+def see_adapters(folder: Path) -> dict[str, Any]:
+    """LoRA around column-wise and row-wise linears, on and off."""
+    targets = ["q_proj", "o_proj", "down_proj"]
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    seen: dict[str, Any] = {}
+    for name, tp_size in (("divided", 2), ("whole", 1)):
+        adapted = get_peft_model(load(folder, "llama_wide", tp_size), config).eval()
+        generator = torch.Generator().manual_seed(0)
+        for key, parameter in adapted.named_parameters():
+            if "lora" in key:
+                drawn = torch.randn(parameter.shape, generator=generator) * 0.2
+                with torch.no_grad():
+                    if isinstance(parameter, DTensor):
+                        drawn = distribute_tensor(drawn, parameter.device_mesh, parameter.placements)
+                    parameter.copy_(drawn)
+        engine = make(adapted)
+        seen[name] = [rows(engine.generate(PROMPTS, GREEDY))]
+        with adapted.disable_adapter():
+            seen[name].append(rows(engine.generate(PROMPTS, GREEDY)))
+    return seen
+
+
 def see_manager(model: PreTrainedModel) -> dict[str, Any]:
     """Requests, cancellations, pauses and stops of either rank."""
     rank, seen = dist.get_rank(), {}
@@ -166,6 +211,10 @@ def see_manager(model: PreTrainedModel) -> dict[str, Any]:
             seen["differs"] = "taken"
         except RankError as error:
             seen["differs"] = str(error)
+        # what rank 0 never adds
+        manager._turns._timeout = 0.5  # type: ignore[union-attr]
+        manager.add_request([5, 6, 7], request_id="unasked")
+        seen["unasked"] = row(manager.get_result("unasked", timeout=SECONDS))
     barrier()
     # stopped by the rank that does not drive: what runs is finished, memory goes back on both
     if rank == 0:
@@ -230,10 +279,19 @@ def see_pauses(manager: ContinuousBatchingManager, model: PreTrainedModel) -> di
     return seen
 
 
+def timeout_of(ranks: Ranks) -> float:
+    """Seconds after which the group of these ranks gives up, as torch has it."""
+    assert isinstance(ranks, TensorParallelRanks)
+    backend = ranks._group._get_backend(torch.device("cpu"))
+    return float(backend.options._timeout.total_seconds())
+
+
 def see_guide(folder: Path) -> dict[str, Any]:
     """The guide's block on tensor parallelism: every rank runs it."""
     model = AutoModelForCausalLM.from_pretrained(
-        folder / "llama_wide", attn_implementation="paged|sdpa", tp_plan="auto", dtype=torch.float32
+        folder / "llama_wide",
+        dtype=torch.float32,
+        distributed_config=DistributedConfig(tp_plan="auto"),  # the ranks that torchrun started
     )
     rollout.attach(model)
     generation_config = GenerationConfig(max_new_tokens=8, eos_token_id=-1)
@@ -251,18 +309,28 @@ def see_guide(folder: Path) -> dict[str, Any]:
     }
 
 
-def see_refusals(folder: Path) -> str:
-    try:
-        make(load(folder, "one_kv_head"))
-    except ValueError as error:
-        return str(error)
-    return "taken"
+def see_refusals(folder: Path) -> dict[str, str]:
+    seen = {}
+    for name, checkpoint, config in (
+        ("heads", "one_kv_head", DistributedConfig(tp_size=2)),
+        ("fsdp", "llama_wide", DistributedConfig(fsdp_size=2)),
+        ("experts", "qwen3_moe", DistributedConfig(tp_size=2, ep_size=2)),
+    ):
+        try:
+            make(AutoModelForCausalLM.from_pretrained(folder / checkpoint, distributed_config=config))
+            seen[name] = "taken"
+        except ValueError as error:
+            seen[name] = str(error)
+    return seen
 
 
 def together(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"engine": see_engine(folder), "refused": see_refusals(folder)}
+    seen["timeouts"] = [timeout_of(ranks_of(load(folder, "qwen2"), limit)) for limit in (7.0, None)]
     seen["weights"] = see_weights(load(folder, "llama_wide"), load(folder, "llama_wide", tp_size=1))
+    seen["adapters"] = see_adapters(folder)
     model = load(folder, "llama_wide")
+    seen["crowd"] = see_crowd(model, load(folder, "llama_wide", tp_size=1))
     seen["draws"] = see_draws(model)
     seen["manager"] = see_manager(model)
     seen["guide"] = see_guide(folder)
@@ -305,7 +373,7 @@ def apart(folder: Path, out: Path) -> dict[str, Any]:
         original = rollout.engine.forward
 
         def stuck(*args: Any) -> Any:
-            time.sleep(6.0)
+            time.sleep(8.0)
             return original(*args)
 
         rollout.engine.forward = stuck
@@ -320,7 +388,7 @@ def apart(folder: Path, out: Path) -> dict[str, Any]:
         manager.add_request([5, 6], request_id="orphan", streaming=True)
     assert manager.get_result("orphan", timeout=SECONDS) is not None
     if rank == 1:
-        out.with_name("rank1.json").write_text(json.dumps(seen))
+        write(out, seen)
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     *_, last = manager.request_id_iter("orphan")
@@ -332,14 +400,16 @@ def apart(folder: Path, out: Path) -> dict[str, Any]:
 
 
 def main(mode: str, folder: Path, out: Path) -> None:
-    dist.init_process_group("gloo")
-    seen = together(folder) if mode == "together" else apart(folder, out)
-    out.with_name(f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
-    if mode == "together":
+    if mode == "together":  # under torchrun, so that transformers itself begins the job
+        seen = together(folder)
+        write(out, seen)
         barrier()
         dist.destroy_process_group()
-    else:
-        os._exit(0)  # the other rank is dead: nothing can be torn down together
+        return
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=2)
+    write(out, apart(folder, out))
+    os._exit(0)  # the other rank is dead: nothing can be torn down together
 
 
 if __name__ == "__main__":
