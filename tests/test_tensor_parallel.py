@@ -157,6 +157,7 @@ def test_other_divisions_and_sizes_that_do_not_fit_the_kv_heads_are_refused(
         assert "tp_size=2 does not divide num_key_value_heads=1" in rank["refused"]["heads"]
         assert "DTensor over ('fsdp',)" in rank["refused"]["fsdp"]
         assert "DTensor over ('ep',)" in rank["refused"]["experts"]
+        assert rank["refused"]["async"].startswith("use_async_batching=True launches a step before")
 
 
 def test_the_timeout_is_the_groups_and_none_means_any_time(seen: list[dict[str, Any]]) -> None:

@@ -321,6 +321,10 @@ def see_refusals(folder: Path) -> dict[str, str]:
             seen[name] = "taken"
         except ValueError as error:
             seen[name] = str(error)
+    try:
+        make(load(folder, "qwen2"), use_async_batching=True)
+    except ValueError as error:
+        seen["async"] = str(error)
     return seen
 
 
