@@ -97,8 +97,8 @@ class RolloutEngine:
         self._ranks = ranks_of(self._base, self.config.cpu_group_timeout)
         if self.config.use_async_batching and self._ranks.size > 1:
             raise ValueError(
-                "use_async_batching=True launches a step before the tokens of the last one are known, and the "
-                f"{self._ranks.size} ranks of this model share them in between; leave it at None"
+                "use_async_batching=True launches a step before the tokens of the last one are known, and "
+                f"the {self._ranks.size} ranks of this model share them in between; leave it at None"
             )
         seed = self._ranks.from_driver(_seed(self.config))
         self._requests = RequestBuilder(tokenizer, seed=seed, rank=self._ranks.noise_rank)

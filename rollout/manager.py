@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -470,12 +470,15 @@ class ContinuousBatchingManager:
         return True
 
     def _ticket_of(self, turns: Turns, told: ToldRequest) -> Ticket:
-        """This rank's ticket of a request of the driver: its own, or one that its script claimed."""
+        """This rank's ticket of a request of the driver: its own, or one that its script added, too."""
         ticket = self._tickets.get(told.request_id)
         if turns.is_driver:
             assert ticket is not None
             return ticket
-        if turns.honour(told.request_id) and ticket is not None:
+        if ticket is not None:
+            turns.honour(told.request_id)
+            with self._changed, suppress(ValueError):
+                self._inbox.remove(ticket)  # added since the exchange began: honoured before it is claimed
             if ticket.told().asks_the_same(told):
                 return ticket
             self._refuse_claim(told.request_id, "rank 0, which drives, added another request under this id")

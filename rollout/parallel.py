@@ -140,13 +140,15 @@ class TensorParallelRanks(Ranks):
         self._left: str | None = None  # why this rank is out
         self._ledger = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._last = "nothing"
-        group = dist.new_group(
-            ranks=members,
-            backend="gloo",
-            timeout=ENDLESS if timeout is None else timedelta(seconds=timeout),
-            use_local_synchronization=len(members) < dist.get_world_size(),
-        )
-        self._group: Any = group
+        self._group: Any = None
+        with self._talking("the first call"):
+            group = dist.new_group(
+                ranks=members,
+                backend="gloo",
+                timeout=ENDLESS if timeout is None else timedelta(seconds=timeout),
+                use_local_synchronization=len(members) < dist.get_world_size(),
+            )
+        self._group = group
         self._close = weakref.finalize(self, _destroy, group)
         self._close.atexit = False
 
@@ -202,22 +204,18 @@ class TensorParallelRanks(Ranks):
     def share_draws(self, draw: Callable[[], Draws], num_rows: int) -> Draws:
         """See the base class."""
         drawn = draw() if self.is_driver else ()
-        table = torch.zeros((num_rows, 5), dtype=torch.float64)  # token, its three numbers, failed
-        errors: dict[int, Exception] = {}
-        for i, each in enumerate(drawn):
-            if isinstance(each, Exception):
-                table[i, 4], errors[i] = 1, _portable(each)
-            else:
-                table[i, :4] = torch.tensor(
-                    [each.token_id, each.logprob, each.policy_logprob, each.log_kept_mass],
-                    dtype=torch.float64,
-                )
+        errors = {i: _portable(each) for i, each in enumerate(drawn) if isinstance(each, Exception)}
+        table = torch.zeros((num_rows, 5), dtype=torch.float64)  # failed, token, its three numbers
+        if drawn:
+            table.copy_(torch.tensor([_as_numbers(each) for each in drawn], dtype=torch.float64))
         with self._talking("drawn tokens"):
             dist.broadcast(table, src=self._members[0], group=self._group)
-        if table[:, 4].any():
+        if table[:, 0].any():
             errors = self.from_driver(errors)
+        if self.is_driver:
+            return drawn
         rows = enumerate(table.tolist())
-        return drawn or tuple(errors.get(i) or DrawnToken(int(row[0]), *row[1:4]) for i, row in rows)
+        return tuple(errors[i] if i in errors else DrawnToken(int(row[1]), *row[2:]) for i, row in rows)
 
     def sum(self, part: Tensor) -> Tensor:
         """See the base class."""
@@ -251,8 +249,9 @@ class TensorParallelRanks(Ranks):
         """See the base class."""
         if self._left is None:
             self._left = reason
-            self._group = None
-            self._close()
+            if self._group is not None:
+                self._group = None
+                self._close()
 
     @contextmanager
     def _talking(self, doing: str) -> Iterator[None]:
@@ -354,6 +353,12 @@ def _facts(request: Request) -> tuple[object, ...]:
         sorted(request.eos_ids),
         request.prompt_ids,
     )
+
+
+def _as_numbers(drawn: DrawnToken | Exception) -> tuple[float, ...]:
+    if isinstance(drawn, Exception):
+        return (1.0, 0.0, 0.0, 0.0, 0.0)
+    return (0.0, drawn.token_id, drawn.logprob, drawn.policy_logprob, drawn.log_kept_mass)
 
 
 def _portable(error: Exception) -> Exception:

@@ -26,6 +26,9 @@ from rollout.types import SamplingParams
 
 HEARTBEAT = 0.1
 """Seconds between turns of an idle driver, and so the delay of another rank's wish at the most."""
+MAX_UNCLAIMED = 10_000
+"""Requests of the driver that another rank's script may be late with. Where rank 0 alone adds, all are
+unclaimed, and they must not pile up for ever."""
 STOPS = (None, "flush", "hard")
 """Kinds of stop, weakest first."""
 
@@ -105,6 +108,7 @@ class Turns:
     def begin(self) -> None:
         """The loop starts, perhaps once more: what was agreed before it counts no longer."""
         self.last, self.wished_pause, self._held = Orders(), False, []
+        self._claims.clear()  # their requests failed with the loop that knew them
 
     def exchange(self, wishes: Wishes) -> Orders:
         """Tell the other ranks this rank's wishes and hear theirs. Waits for them.
@@ -153,13 +157,15 @@ class Turns:
         limit = float("inf") if self._timeout is None else time.monotonic() + self._timeout
         self._claims.update(dict.fromkeys(request_ids, limit))
 
-    def honour(self, request_id: str) -> bool:
-        """The driver told this one; whether it was claimed before."""
-        return self._claims.pop(request_id, None) is not None
+    def honour(self, request_id: str) -> None:
+        """The driver told this one: if it was claimed, the claim is settled."""
+        self._claims.pop(request_id, None)
 
     def expect_claim(self, told: ToldRequest) -> None:
         """The driver told this one first; this rank's script may still add it."""
         self._unclaimed[told.request_id] = told
+        if len(self._unclaimed) > MAX_UNCLAIMED:
+            del self._unclaimed[next(iter(self._unclaimed))]  # the oldest
 
     def claim_told(self, request_id: str) -> ToldRequest | None:
         """The request of this id that the driver told before this rank's script added it."""
