@@ -33,17 +33,27 @@ class CapacityPlanner:
         self._page_bytes = layout.page_bytes(page_size)
         self._position_limit = position_limit
         self._budget: int | None = None
+        self._is_stale = False
 
     def budget(self) -> int:
         """Bytes that the cache may take: settled when it is first asked for and kept until
         :meth:`renew`, since free memory says little once the cache lies in it."""
         if self._budget is None:
-            self._budget = self._measure_budget()
+            self.settle(self._measure_budget())
+            assert self._budget is not None
         return self._budget
 
+    def offer(self) -> int:
+        """What this rank could give: the budget, measured again after :meth:`renew`."""
+        return self._measure_budget() if self._is_stale else self.budget()
+
+    def settle(self, budget: int) -> None:
+        """Keep to ``budget``: what every rank of a divided model can give."""
+        self._budget, self._is_stale = budget, False
+
     def renew(self) -> None:
-        """Settle the budget anew: the cache gave its memory back."""
-        self._budget = None
+        """Have :meth:`offer` measure anew: the cache gave its memory back."""
+        self._is_stale = True
 
     def _measure_budget(self) -> int:
         if self._config.max_memory is not None:

@@ -208,6 +208,11 @@ class EngineConfig:
         """``max_requests_per_batch`` with its default filled in."""
         return 1024 if self.max_requests_per_batch is None else self.max_requests_per_batch
 
+    def changed(self) -> dict[str, Any]:
+        """The fields that are not at their defaults."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: values[f.name] for f in fields(self) if values[f.name] != _default_of(f)}
+
     @classmethod
     def from_any(cls, config: Any) -> "EngineConfig":
         """Build from ``None``, an ``EngineConfig``, a dict, or transformers' config object.

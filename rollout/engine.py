@@ -8,9 +8,10 @@ fault stays in that request, and nothing of the trainer's model is touched.
 
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +25,7 @@ from rollout.kv_cache import KVCache
 from rollout.meter import Meter
 from rollout.native import Kernels, chosen_kernels
 from rollout.packing import PackedLinears
+from rollout.parallel import Ranks, ranks_of
 from rollout.probe import ModelPlan, eos_token_ids, position_limit, probe, single_device
 from rollout.requests import Prompt, Repeats, RequestBuilder, params_per_prompt, refused_completions
 from rollout.results import Progress, RolloutBatch, raise_failures, warn_when_truncated
@@ -32,17 +34,23 @@ from rollout.sampling import SamplingRow, draw
 from rollout.scheduler import Scheduler
 from rollout.scoring import score_sequences
 from rollout.sequence import Sequence as Sample
+from rollout.sharding import shard_view
 from rollout.swap import SwapSpace
 from rollout.tables import PageTables
 from rollout.types import (
     MAX_SEED,
     Completion,
+    DrawnToken,
     DuplicateRequestError,
     FinishReason,
+    RankError,
     RolloutMetrics,
     SamplingParams,
 )
-from rollout.weights import WeightTracker, base_model_of
+from rollout.weights import Change, WeightTracker, base_model_of
+
+NO_BUDGET = 2**62
+"""Bytes to offer where the model is not known yet."""
 
 
 class RolloutEngine:
@@ -59,6 +67,9 @@ class RolloutEngine:
     The model's tensors are used in place; its modules, flags, hooks, config and dtype are never
     touched. Not thread-safe: one engine belongs to one thread.
 
+    A model that transformers loaded with ``DistributedConfig(tp_size=N)`` has an engine on every rank, and
+    every rank makes the same calls with the same arguments; all of them get the same completions.
+
     Args:
         model: a transformers causal LM or a PEFT model around one, unwrapped.
         tokenizer: needed for text and chat prompts and for stop strings.
@@ -69,6 +80,7 @@ class RolloutEngine:
         TypeError: the model is wrapped or not a transformers model.
         UnsupportedModelError: a layer cannot be served exactly; it is named.
         ValueError: a setting is wrong.
+        RankError: ranks of a divided model were given different configs, or one is missing.
     """
 
     def __init__(
@@ -82,12 +94,19 @@ class RolloutEngine:
         self._base = base_model_of(model)
         self._tokenizer = tokenizer
         self._packed = PackedLinears(self.config.pack_weights)
-        self._requests = RequestBuilder(tokenizer, seed=_seed(self.config), rank=_rank())
+        self._ranks = ranks_of(self._base, self.config.cpu_group_timeout)
+        if self.config.use_async_batching and self._ranks.size > 1:
+            raise ValueError(
+                "use_async_batching=True launches a step before the tokens of the last one are known, and "
+                f"the {self._ranks.size} ranks of this model share them in between; leave it at None"
+            )
+        seed = self._ranks.from_driver(_seed(self.config))
+        self._requests = RequestBuilder(tokenizer, seed=seed, rank=self._ranks.noise_rank)
         self._finished: list[Completion] = []
         self._meter = Meter()
         self._is_sized = False  # whether the cache was sized since the last request came
         self._is_noticed = False  # whether a call has compared the weights before its first step
-        self._weights = WeightTracker(model, prepare=self._prepare_view)
+        self._weights = WeightTracker(model, prepare=self._prepare_view, agree=self._agree_on_change)
         self._device = single_device(model)
         self._autocast: torch.dtype | None
         self._backend: AttentionBackend
@@ -96,8 +115,12 @@ class RolloutEngine:
         self._cache: KVCache
         self._scheduler: Scheduler
         self._capacity: CapacityPlanner
-        with engine_mode():
+        self._swap_bytes: int
+        # but for the seed, which may be a random one: the driver's counts
+        self._ranks.note("RolloutEngine(config)", replace(self.config, seed=0).changed())
+        with engine_mode(), self._ranks.lockstep():
             self._weights.update()
+            self._meet("building the engine")
 
     @property
     def model(self) -> nn.Module:
@@ -108,6 +131,11 @@ class RolloutEngine:
     def device(self) -> torch.device:
         """Where the model lies."""
         return self._device
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that compute this model together; one unless it is divided."""
+        return self._ranks
 
     @property
     def position_limit(self) -> int:
@@ -153,6 +181,7 @@ class RolloutEngine:
         Raises:
             RolloutError: a request failed and ``on_error="raise"``; ``.batch`` holds everything.
             TypeError, ValueError: the call itself is wrong (not one request of it).
+            RankError: ranks of a divided model made different calls, or one is missing.
         """
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error={on_error!r}; allowed: 'raise', 'return'")
@@ -199,6 +228,7 @@ class RolloutEngine:
         """
         if not self._scheduler.is_live(request_id):
             return False
+        self._ranks.note(f"cancel_request({request_id!r})")
         self._scheduler.finish_all(self._scheduler.live(request_id), FinishReason.CANCELLED)
         return True
 
@@ -215,7 +245,10 @@ class RolloutEngine:
         """Run one step and return the completions that ended since the last call.
 
         A failure of the step itself ends every live request with ``finish_reason="error"``, the
-        cause chained to each; the engine can be used again.
+        cause chained to each; the engine can be used again, unless it is one of several ranks.
+
+        Raises:
+            RankError: ranks of a divided model made different calls, or one is missing.
         """
         try:
             self._advance()
@@ -231,7 +264,8 @@ class RolloutEngine:
 
     def refresh_weights(self) -> int:
         """Start a new weight version without looking for a change. Returns it."""
-        with engine_mode():
+        self._ranks.note("refresh_weights()")
+        with engine_mode(), self._ranks.lockstep():
             self._weights.refresh()
             self._enter_version()
         return self.weight_version
@@ -253,9 +287,13 @@ class RolloutEngine:
         Raises:
             TypeError, ValueError: a prompt or completion is empty, too long, or not of this model.
         """
+        if self._ranks.size > 1:
+            self._ranks.note(
+                "score()", [*map(self.encode, prompts)], [*map(self.encode, completions)], temperature
+            )
         with engine_mode():
             self._notice_weights(thorough=True)
-            return score_sequences(
+            scores = score_sequences(
                 self._weights.view,
                 self._plan,
                 self._backend,
@@ -264,12 +302,15 @@ class RolloutEngine:
                 completions,
                 temperature,
             )
+        return self._ranks.from_driver(scores)
 
     def release_memory(self) -> None:
         """Give the cache and derived copies back (before a backward pass, say).
 
         The next step takes memory again. Requests in flight are kept and computed again.
         """
+        if any(self._cache.num_pages):
+            self._ranks.note("release_memory()")
         self._cache.release()
         self._is_sized = False
         self._capacity.renew()
@@ -289,6 +330,7 @@ class RolloutEngine:
                 f"request_id={request.request_id!r} is live; wait until it has ended or choose another id"
             )
         self._capacity.refuse_unfit(request)
+        self._ranks.note_request(request)
         self._requests.accept(request)
         self._scheduler.add(self._requests.samples(request, len(self._plan.layout.groups)))
         self._is_sized = False
@@ -336,11 +378,11 @@ class RolloutEngine:
         """One step; whatever goes wrong in it leaves the books balanced."""
         with engine_mode():
             try:
-                with self._meter.stage("weights"):
-                    # a look at the contents where nothing runs yet: that may be long after the last
-                    self._notice_weights(thorough=not (self._is_noticed or self._scheduler.running))
-                self._is_noticed = False
-                self._step()
+                with self._ranks.lockstep():
+                    self._look_and_step()
+            except RankError as apart:  # nothing more can come of this engine
+                self._scheduler.finish_all(self._scheduler.live(), FinishReason.ERROR, apart)
+                raise
             except Exception as cause:
                 error = RuntimeError(f"the step failed with {type(cause).__name__}: {cause}")
                 error.__cause__ = cause
@@ -349,6 +391,13 @@ class RolloutEngine:
             except BaseException:  # interrupted: what was planned is not computed
                 self._scheduler.change_weights(self.weight_version, "recompute")
                 raise
+
+    def _look_and_step(self) -> None:
+        with self._meter.stage("weights"):
+            # a look at the contents where nothing runs yet: that may be long after the last
+            self._notice_weights(thorough=not (self._is_noticed or self._scheduler.running))
+        self._is_noticed = False
+        self._step()
 
     def _step(self) -> None:
         with self._meter.stage("schedule"):
@@ -380,9 +429,15 @@ class RolloutEngine:
         drawing = plan.drawing()
         with self._meter.stage("sample"):
             rows = [_sampling_row(sequence) for sequence in drawing]
-            drawn = draw(logits, rows, batch.logit_rows, self._kernels) if drawing else ()
+            drawn = self._draw(logits, rows, batch.logit_rows) if drawing else ()
         with self._meter.stage("commit"):
             commit(self._scheduler, plan, drawing, drawn, self.weight_version, self._requests.position_limit)
+
+    def _draw(
+        self, logits: Tensor, rows: list[SamplingRow], logit_rows: Sequence[int] | None
+    ) -> tuple[DrawnToken | Exception, ...]:
+        """One token per row. Logits of two ranks may differ in the last bit, so only one of them draws."""
+        return self._ranks.share_draws(lambda: draw(logits, rows, logit_rows, self._kernels), len(rows))
 
     def _ensure_capacity(self) -> None:
         if self._is_sized:
@@ -404,13 +459,28 @@ class RolloutEngine:
 
         Thorough compares contents; else only a glance is taken, as between the steps of a call.
         """
-        with engine_mode():
+        with engine_mode(), self._ranks.lockstep():
+            seems_changed = not thorough and self._weights.seems_changed()
+            seems_changed = bool(
+                self._meet(f"a step under autocast={self._current_autocast()}", seems_changed)
+            )
             if self._autocast != self._current_autocast():
                 self._probe_view(self._weights.view)
                 self._weights.refresh()
                 self._enter_version()
-            elif (thorough or self._weights.seems_changed()) and self._weights.update():
+            elif (thorough or seems_changed) and self._weights.update():
                 self._enter_version()
+
+    def _meet(self, doing: str, level: int = 0) -> int:
+        """Wait for the other ranks, if there are any; the highest ``level`` of all. Settles the budget."""
+        is_known = "_plan" in vars(self)
+        level, budget = self._ranks.meet(doing, level, self._capacity.offer() if is_known else NO_BUDGET)
+        if is_known:
+            self._capacity.settle(budget)
+        return level
+
+    def _agree_on_change(self, change: Change) -> Change:
+        return Change(self._meet("a look at the weights", change))
 
     def _enter_version(self) -> None:
         """Let go of all that belongs to older weights, then tell the hooks."""
@@ -421,6 +491,7 @@ class RolloutEngine:
 
     def _prepare_view(self, view: nn.Module) -> None:
         """Make a new view ready, or refuse it."""
+        shard_view(view, self._model, self._ranks)
         set_attention(view)
         self._packed.install(view)
         self._probe_view(view)
@@ -465,6 +536,8 @@ class RolloutEngine:
             self._capacity = CapacityPlanner(
                 self.config, plan.layout, page_size=page_size, position_limit=position_limit(config)
             )
+            (least,) = self._ranks.agree("sizing the swap space", (-self._capacity.swap_bytes(),))
+            self._swap_bytes = -least
         if is_first:
             self._scheduler = Scheduler(self.config, self._empty_tables(), self._empty_swap())
         elif not is_same:
@@ -482,7 +555,7 @@ class RolloutEngine:
         return tables
 
     def _empty_swap(self) -> SwapSpace:
-        return SwapSpace(self._capacity.swap_bytes(), self._plan.layout.page_bytes(self._cache.page_size))
+        return SwapSpace(self._swap_bytes, self._plan.layout.page_bytes(self._cache.page_size))
 
     def _current_autocast(self) -> torch.dtype | None:
         kind = self._device.type
@@ -515,8 +588,3 @@ def _seed(config: EngineConfig) -> int:
     """The config's seed, else torch's: random, or what ``set_seed`` of the trainer made of it. Looking it
     up draws nothing from the global generator."""
     return torch.initial_seed() % MAX_SEED if config.seed is None else config.seed
-
-
-def _rank() -> int:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if distributed else 0

@@ -8,49 +8,28 @@ import asyncio
 import dataclasses
 import logging
 import os
+import pickle
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 
 from rollout.engine import RolloutEngine
-from rollout.outputs import GenerationOutput, Mailbox, RequestStatus, status_of
+from rollout.outputs import GenerationOutput, Mailbox
 from rollout.requests import Prompt
-from rollout.results import Progress
-from rollout.types import Completion, DuplicateRequestError, SamplingParams
+from rollout.tickets import Ticket
+from rollout.turns import STOPS, Orders, ToldRequest, Turns, Wishes
+from rollout.types import Completion, DuplicateRequestError, RankError, SamplingParams
 
 logger = logging.getLogger("rollout")
 
 QUEUE_SECONDS = 10.0
 """How long ``add_request`` waits for a place in a full queue."""
-
-
-@dataclass(slots=True)
-class _Ticket:
-    """A request from the moment it was added until all its samples are answered."""
-
-    request_id: str
-    prompt: Prompt
-    params: SamplingParams
-    streaming: bool
-    timestamps: list[list[float]] | None  # per sample
-    created: float = field(default_factory=time.perf_counter)
-    started: float = -1
-    unanswered: int = field(init=False)
-    shown: dict[int, int] = field(default_factory=dict)  # tokens of each sample that were seen
-
-    def __post_init__(self) -> None:
-        self.unanswered = self.params.n
-
-    def id_of(self, index: int) -> str:
-        """Sample 0 has the request's own id, the others are its children."""
-        return self.request_id if index == 0 else f"{self.request_id}__child#{index - 1}"
 
 
 class ContinuousBatchingManager:
@@ -65,6 +44,11 @@ class ContinuousBatchingManager:
         with manager.pause():
             optimizer.step()        # requests in flight go on after it, under the new weights
         manager.stop()
+
+    For a model that is divided among ranks (``DistributedConfig(tp_size=N)``) every rank has a manager, and
+    starts it. Rank 0 drives: its requests are computed and answered on all ranks. Another rank may add the
+    same ones, if the same script runs there, and gets the outputs; one that rank 0 does not add fails
+    after ``cpu_group_timeout``. Any rank may cancel, pause and stop, for all.
 
     Args:
         engine: used by the loop's thread alone from :meth:`start` to the end of :meth:`stop`.
@@ -84,12 +68,14 @@ class ContinuousBatchingManager:
         self._changed = threading.Condition()
         self._mail = Mailbox()
         self._thread: threading.Thread | None = None
-        self._inbox: deque[_Ticket] = deque()
+        self._inbox: deque[Ticket] = deque()
         self._cancelled: deque[str] = deque()
-        self._tickets: dict[str, _Ticket] = {}  # unanswered requests by their id
+        self._tickets: dict[str, Ticket] = {}  # unanswered requests by their id
         self._ids: dict[str, str] = {}  # unanswered samples' ids -> request id
         self._count = 0
         self._stopping: str | None = None  # "flush" or "hard"
+        self._keeps_memory = False  # after the stop that was asked for
+        self._turns: Turns | None = None  # with other ranks; made by the first start
         self._pauses = 0
         self._own_pauses = threading.local()
         self._is_parked = False
@@ -118,6 +104,7 @@ class ContinuousBatchingManager:
 
         Raises:
             RuntimeError: the manager was destroyed, or this is a forked child.
+            RankError: other ranks of the model do not start theirs within ``cpu_group_timeout``.
         """
         self._check_process()
         if self._is_destroyed:
@@ -125,6 +112,10 @@ class ContinuousBatchingManager:
         if self.is_running():
             logger.warning("the manager is running already")
             return
+        if self._engine.ranks.size > 1 and self._turns is None:
+            self._turns = Turns(self._engine.ranks.fork(), self._engine.config.cpu_group_timeout)
+        if self._turns is not None:
+            self._turns.begin()
         self._stopping, self.fatal_error = None, None
         kind = self._engine.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -163,6 +154,7 @@ class ContinuousBatchingManager:
             raise RuntimeError("stop() inside pause() would wait for ever: leave the pause first")
         with self._changed:
             self._stopping = "hard" if hard_stop or self._stopping == "hard" else "flush"
+            self._keeps_memory = keep_for_next_session
             self._changed.notify_all()
         if block:
             self.join(timeout)
@@ -181,6 +173,8 @@ class ContinuousBatchingManager:
         """Stop if running and forbid another start. May be called again."""
         if self.is_running():
             self.stop(block=True)
+        if self._turns is not None:
+            self._turns.leave()
         self._is_destroyed = True
 
     @contextmanager
@@ -252,8 +246,9 @@ class ContinuousBatchingManager:
             if request_id is None:
                 request_id = f"req_{self._count}"
                 self._count += 1
-            times: list[list[float]] | None = [[] for _ in range(chosen.n)] if record_timestamps else None
-            ticket = _Ticket(request_id, input_ids, chosen, streaming, times)
+            ticket = Ticket(request_id, input_ids, chosen, streaming, record_timestamps)
+            if self._was_told(ticket):
+                return request_id
             ids = [ticket.id_of(index) for index in range(chosen.n)]
             if any(each in self._ids for each in ids):
                 raise DuplicateRequestError(
@@ -318,7 +313,8 @@ class ContinuousBatchingManager:
         """The next output, of one request or of any.
 
         Returns ``None`` after ``timeout`` seconds, and at once when nothing is expected: the request
-        is unknown or its last output was taken, or nothing is unanswered and the loop has ended.
+        is unknown or its last output was taken, or nothing is unanswered and the loop has ended. On a
+        rank that does not drive an unknown request may still come from the driver, and is waited for.
         """
         self._check_process()
         return self._mail.take(request_id, timeout, lambda: self._is_expected(request_id))
@@ -371,11 +367,14 @@ class ContinuousBatchingManager:
                 stack.enter_context(torch.inference_mode(is_inference))
                 if autocast is not None:
                     stack.enter_context(torch.autocast(self._engine.device.type, dtype=autocast))
-                while self._turn():
+                while self._turn() if self._turns is None else self._turn_with_others(self._turns):
                     pass
         except BaseException as error:
             self.fatal_error = error
             logger.exception("the manager's thread ended with an error")
+            if self._turns is not None:  # the other ranks hear of it at once; a new start makes new ones
+                self._turns.leave()
+                self._turns = None
         finally:
             self._fail_all()
             with self._changed:
@@ -399,9 +398,119 @@ class ContinuousBatchingManager:
             self._engine.cancel_request(request_id)
         if not self._engine.has_work:
             return self._stopping is None or bool(tickets)
-        finished = self._engine.step()
-        self._publish(finished)
+        self._publish(self._engine.step())
         return True
+
+    def _turn_with_others(self, turns: Turns) -> bool:
+        """The same where the model is divided: all ranks do what they agreed on, or wait together."""
+        was_stopping = turns.last.stop is not None
+        orders = turns.exchange(self._wishes(turns))
+        with self._changed:
+            self._stopping = max(self._stopping, orders.stop, key=STOPS.index)
+            self._is_parked = orders.is_paused  # no rank steps before the next exchange
+            self._changed.notify_all()
+        if orders.is_paused:
+            return True
+        if orders.stop != "hard" and self._obey(turns, orders):
+            return True
+        if orders.stop == "hard" or (was_stopping and not orders.requests):
+            if orders.release:
+                self._engine.release_memory()
+            return False
+        return True
+
+    def _wishes(self, turns: Turns) -> Wishes:
+        """What this rank brings to the next exchange; the driver waits until there is something."""
+        with self._changed:
+            if turns.is_driver:  # the others wait for it in the exchange
+                self._changed.wait_for(lambda: self._is_wanted(turns), turns.heartbeat)
+            # whoever pauses from here on is not part of this exchange and has to wait for the next
+            self._is_parked = self._is_parked and self._pauses > 0
+            tickets, cancelled = list(self._inbox), list(self._cancelled)
+            self._inbox.clear()
+            self._cancelled.clear()
+            self._changed.notify_all()  # there is place in the queue
+            if not turns.is_driver:
+                turns.claim(ticket.request_id for ticket in tickets)
+            wishes = Wishes(
+                cancelled=cancelled,
+                stop=self._stopping,
+                release=self._stopping is not None and not self._keeps_memory,
+                pause=self._pauses > 0,
+            )
+        return dataclasses.replace(wishes, requests=self._packed(tickets)) if turns.is_driver else wishes
+
+    def _packed(self, tickets: list[Ticket]) -> list[bytes]:
+        packed = []
+        for ticket in tickets:
+            try:
+                packed.append(pickle.dumps(ticket.told()))
+            except Exception as error:  # whatever it holds: this request's own fault
+                reason = TypeError(f"the request cannot be sent to the other ranks: {error}")
+                self._answer(ticket, ticket.failed(reason))
+        return packed
+
+    def _is_wanted(self, turns: Turns) -> bool:
+        if (self._pauses > 0) != turns.wished_pause:
+            return True
+        has_news = bool(self._inbox or self._cancelled or self._stopping or self._engine.has_work)
+        return has_news and not turns.last.is_paused
+
+    def _obey(self, turns: Turns, orders: Orders) -> bool:
+        """Apply orders and run a step; whether there was one."""
+        for told in orders.requests:
+            self._submit(self._ticket_of(turns, told))
+        for request_id in orders.cancelled:
+            self._engine.cancel_request(request_id)
+        for request_id in turns.take_expired():
+            self._refuse_claim(request_id, "rank 0, which drives, did not add it within cpu_group_timeout")
+        if not self._engine.has_work:
+            return False
+        self._publish(self._engine.step())
+        return True
+
+    def _ticket_of(self, turns: Turns, told: ToldRequest) -> Ticket:
+        """This rank's ticket of a request of the driver: its own, or one that its script added, too."""
+        ticket = self._tickets.get(told.request_id)
+        if turns.is_driver:
+            assert ticket is not None
+            return ticket
+        if ticket is not None:
+            turns.honour(told.request_id)
+            with self._changed, suppress(ValueError):
+                self._inbox.remove(ticket)  # added since the exchange began: honoured before it is claimed
+            if ticket.told().asks_the_same(told):
+                return ticket
+            self._refuse_claim(told.request_id, "rank 0, which drives, added another request under this id")
+        ticket = Ticket(told.request_id, told.prompt, told.params, told.streaming, told.is_timed)
+        with self._changed:
+            self._tickets[told.request_id] = ticket
+            self._ids.update((ticket.id_of(index), told.request_id) for index in range(told.params.n))
+            turns.expect_claim(told)
+        return ticket
+
+    def _refuse_claim(self, request_id: str, why: str) -> None:
+        ticket = self._tickets[request_id]
+        rank = self._engine.ranks.local_rank
+        error = RankError(
+            f"request {request_id!r} was added on rank {rank} of a divided model and {why}; add requests on "
+            "rank 0, or the same ones on all ranks"
+        )
+        self._answer(ticket, ticket.failed(error))
+
+    def _was_told(self, ticket: Ticket) -> bool:
+        """Whether the driver's request came before this rank's script added the same one.
+
+        Raises:
+            RankError: it is another one.
+        """
+        told = None if self._turns is None else self._turns.claim_told(ticket.request_id)
+        if told is not None and not ticket.told().asks_the_same(told):
+            raise RankError(
+                f"request {ticket.request_id!r} is another one on rank 0, which drives; add requests on "
+                "rank 0, or the same ones on all ranks"
+            )
+        return told is not None
 
     def _wait_for_work(self) -> None:
         """Returns with the lock held, outside any pause, when there is something to do."""
@@ -415,11 +524,11 @@ class ContinuousBatchingManager:
                 return
             self._changed.wait()
 
-    def _submit(self, ticket: _Ticket) -> None:
+    def _submit(self, ticket: Ticket) -> None:
         try:
             self._engine.add_request(ticket.prompt, ticket.params, request_id=ticket.request_id)
         except Exception as error:  # this request's own fault
-            self._answer(ticket, [self._failed(ticket, index, error) for index in range(ticket.params.n)])
+            self._answer(ticket, ticket.failed(error))
 
     def _publish(self, finished: list[Completion]) -> None:
         """Outputs of the step just run: streamed ones, and those that ended."""
@@ -427,75 +536,16 @@ class ContinuousBatchingManager:
         watched = {
             ticket.request_id: ticket
             for ticket in list(self._tickets.values())  # other threads add meanwhile
-            if ticket.started < 0 or ticket.streaming or ticket.timestamps is not None
+            if ticket.started < 0 or ticket.streaming or ticket.is_timed
         }
         for request_id, samples in self._engine.progress(watched).items():
-            self._observe(watched[request_id], samples, now)
+            self._mail.deliver(watched[request_id].observed(samples, now))
         for completion in finished:
             found = self._tickets.get(completion.request_id)
             if found is not None:  # else added to the engine behind our back
-                self._answer(found, [self._ended(found, completion, now)])
+                self._answer(found, [found.ended(completion, now)])
 
-    def _observe(self, ticket: _Ticket, samples: list[Progress], now: float) -> None:
-        """Note the tokens that a running request got in this step."""
-        outputs = []
-        for progress in samples:
-            if ticket.started < 0 and progress.is_running:
-                ticket.started = now
-            new = len(progress.token_ids) - ticket.shown.get(progress.index, 0)
-            if new <= 0:
-                continue
-            ticket.shown[progress.index] = len(progress.token_ids)
-            if ticket.timestamps is not None:
-                ticket.timestamps[progress.index] += [now] * new
-            if ticket.streaming:
-                outputs.append(
-                    self._output(
-                        ticket,
-                        progress.index,
-                        generated_tokens=list(progress.token_ids),
-                        logprobs=list(progress.logprobs),
-                        status=RequestStatus.DECODING,
-                    )
-                )
-        self._mail.deliver(outputs)
-
-    def _ended(self, ticket: _Ticket, completion: Completion, now: float) -> GenerationOutput:
-        if ticket.started < 0:
-            ticket.started = now
-        if ticket.timestamps is not None:
-            times = ticket.timestamps[completion.index]
-            times += [now] * (len(completion.token_ids) - len(times))
-        output = self._output(
-            ticket,
-            completion.index,
-            prompt_ids=list(completion.prompt_ids),
-            generated_tokens=list(completion.token_ids),
-            logprobs=list(completion.logprobs),
-            status=status_of(completion),
-            error=None if completion.error is None else str(completion.error),
-            completion=completion,
-        )
-        output.lifespan = (ticket.started, now)
-        return output
-
-    def _failed(self, ticket: _Ticket, index: int, error: BaseException) -> GenerationOutput:
-        return self._output(ticket, index, status=RequestStatus.FAILED, error=str(error))
-
-    def _output(self, ticket: _Ticket, index: int, **values: Any) -> GenerationOutput:
-        times = None if ticket.timestamps is None else list(ticket.timestamps[index])
-        prompt = ticket.prompt
-        is_ids = not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt)
-        known: dict[str, Any] = {"prompt_ids": list(prompt)} if is_ids else {}
-        return GenerationOutput(
-            request_id=ticket.id_of(index),
-            created_time=ticket.created,
-            lifespan=(ticket.started, -1),
-            timestamps=times,
-            **(known | values),
-        )
-
-    def _answer(self, ticket: _Ticket, outputs: list[GenerationOutput]) -> None:
+    def _answer(self, ticket: Ticket, outputs: list[GenerationOutput]) -> None:
         """Deliver last outputs of a request's samples and strike them off."""
         with self._changed:
             for output in outputs:
@@ -512,12 +562,12 @@ class ContinuousBatchingManager:
             tickets = list(self._tickets.values())
             self._inbox.clear()
             self._cancelled.clear()
-        for ticket in tickets:
-            self._engine.cancel_request(ticket.request_id)
+        for request_id in sorted(ticket.request_id for ticket in tickets):  # the same order on all ranks
+            self._engine.cancel_request(request_id)
         self._engine.take_finished()  # or they would answer later requests of these ids
         for ticket in tickets:
             left = [i for i in range(ticket.params.n) if ticket.id_of(i) in self._ids]
-            self._answer(ticket, [self._failed(ticket, index, reason) for index in left])
+            self._answer(ticket, ticket.failed(reason, left))
 
     # ---- small things
 
@@ -554,7 +604,10 @@ class ContinuousBatchingManager:
     def _is_expected(self, request_id: str | None) -> bool:
         if request_id is None:
             return bool(self._tickets) or self._is_looping
-        return request_id in self._ids
+        if request_id in self._ids:
+            return True
+        # a rank that does not drive hears of requests only when they are there
+        return self._turns is not None and not self._turns.is_driver and self._is_looping
 
     def _paused_here(self) -> int:
         return int(vars(self._own_pauses).get("count", 0))

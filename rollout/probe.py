@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from rollout.attention import AttentionTraits, attend_to_itself
 from rollout.kv_cache import CacheLayout, LayerShape
-from rollout.types import UnsupportedModelError
+from rollout.types import RankError, UnsupportedModelError
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 IGNORED_OPTIONS = frozenset(
@@ -152,7 +152,7 @@ def probe(view: nn.Module, config: PreTrainedConfig, device: torch.device) -> Mo
             logits_to_keep=torch.tensor([1], device=device),
             rollout_step=step,
         ).logits
-    except UnsupportedModelError:
+    except (UnsupportedModelError, RankError):
         raise
     except Exception as error:  # whatever a model's own code raises when it is served like this
         raise UnsupportedModelError(

@@ -48,6 +48,10 @@ class DuplicateRequestError(ValueError):
     """A request id was submitted while a request with the same id was still live."""
 
 
+class RankError(RuntimeError):
+    """A rank of a tensor-parallel model has died, is stuck, failed, or was told something else."""
+
+
 class RolloutError(RuntimeError):
     """At least one request failed; everything that did finish is in :attr:`batch`.
 

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from operator import attrgetter
 from types import FunctionType, MethodType
@@ -40,8 +41,18 @@ HOOK_TABLES = (
 Glance = tuple[tuple[int, ...], tuple[int, ...]]
 """Address and counted writes of every tensor."""
 write_count = attrgetter("_version")
+MESHES = frozenset({"DeviceMesh", "TransformersDeviceMesh"})
+"""What a model that is divided among ranks holds of them; process groups are not copied."""
 MODES = frozenset({"training", "gradient_checkpointing"})
 """Flags that the view sets for itself, so that the trainer's changes to them mean nothing."""
+
+
+class Change(IntEnum):
+    """How far the model differs from what was seen last; each kind includes the ones before it."""
+
+    NONE = 0
+    CONTENT = 1
+    STRUCTURE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +75,31 @@ class WeightTracker:
         optimizer.step()
         weights.update()         # True: version 1
         weights.update()         # False: nothing changed
+
+    Args:
+        model: the trainer's.
+        prepare: makes a new view ready, or refuses it.
+        agree: turns the change seen here into the one that counts. Ranks of a divided model see their own
+            shards alone, and a change that one of them saw is a change for all.
     """
 
-    def __init__(self, model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        prepare: Callable[[nn.Module], None],
+        agree: Callable[[Change], Change] = lambda change: change,
+    ) -> None:
         self._model = model
         self._prepare = prepare
+        self._agree = agree
         self._version = -1
         self._fingerprint: Fingerprint | None = None
         self._view: nn.Module | None = None
         self._hooks: dict[int, Callable[[int], None]] = {}
         self._hook_ids = itertools.count()
         self._checksum = Checksum()
-        self._tensors: list[Tensor] = []
+        self._tensors: list[Tensor] = []  # as they lie here: of a sharded one, this rank's shard
+        self._counted: list[Tensor] = []  # those, and the sharded ones, which count their own writes
         self._last_glance: Glance = ((), ())
 
     @property
@@ -128,22 +152,40 @@ class WeightTracker:
 
     def _glance(self) -> Glance:
         # a step takes one: map() over the tensors costs a seventh of a loop in Python
-        return tuple(map(Tensor.data_ptr, self._tensors)), tuple(map(write_count, self._tensors))
+        return tuple(map(Tensor.data_ptr, self._tensors)), tuple(map(write_count, self._counted))
 
     def _adopt(self, *, force: bool) -> bool:
-        self._tensors = [t for _, t in named_tensors(self._model)]
+        tensors = [t for _, t in named_tensors(self._model)]
+        self._tensors = [shard_of(t) for t in tensors]
+        self._counted = self._tensors + [t for t in tensors if is_sharded(t)]
         self._last_glance = self._glance()
         content = tuple(self._checksum(t) for t in self._tensors)
         new, old = Fingerprint(structure_of(self._model), content), self._fingerprint
-        if old is not None and old == new and not force:
-            return False
         if old is None or old.structure != new.structure:
+            change = Change.STRUCTURE
+        else:
+            change = Change.CONTENT if force or old != new else Change.NONE
+        change = self._agree(change)
+        if change is Change.NONE:
+            return False
+        if change is Change.STRUCTURE:
             view = make_view(self._model)
             self._prepare(view)  # may refuse the model: nothing is adopted then
             self._view = view
         self._fingerprint = new
         self._version += 1
         return True
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether other ranks hold parts of it (torch's DTensor)."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies here: all of it, unless it is sharded."""
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return local
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -160,7 +202,7 @@ def structure_of(model: nn.Module) -> tuple[object, ...]:
         for name, module in model.named_modules()
     )
     tensors = tuple(
-        (name, id(t), t.data_ptr(), t.shape, t.dtype, t.device) for name, t in named_tensors(model)
+        (name, id(t), shard_of(t).data_ptr(), t.shape, t.dtype, t.device) for name, t in named_tensors(model)
     )
     return (modules, tensors)
 
@@ -245,6 +287,9 @@ def make_view(model: nn.Module) -> nn.Module:
             (value for value in vars(module).values() if isinstance(value, Tensor)),
         ):
             memo[id(tensor)] = tensor
+        for value in vars(module).values():
+            if type(value).__name__ in MESHES:
+                memo[id(value)] = value
         for table in HOOK_TABLES:
             memo[id(vars(module)[table])] = OrderedDict()
     try:
@@ -271,7 +316,7 @@ def _unpatch_forward(module: nn.Module, foreign: frozenset[int]) -> None:
     patched = vars(module).get("forward")
     if patched is None:
         return
-    reached = list(_reachable(patched))
+    reached = list(reachable(patched))
     if not any(id(thing) in foreign for thing in reached):
         return
     forward = type(module).forward
@@ -280,7 +325,7 @@ def _unpatch_forward(module: nn.Module, foreign: frozenset[int]) -> None:
     module.forward = MethodType(forward, module)
 
 
-def _reachable(callable_: object) -> Iterator[object]:
+def reachable(callable_: object) -> Iterator[object]:
     """What a callable holds: closure cells, bound self, partial arguments, wrapped functions."""
     seen: set[int] = set()
     stack = [callable_]
@@ -317,12 +362,21 @@ def base_model_of(model: nn.Module) -> PreTrainedModel:
             "PreTrainedModel or a PEFT model. Unwrap DDP and torch.compile first: model.module, "
             "model._orig_mod, or accelerator.unwrap_model(model)"
         )
+    # transformers' own object: a model that it loaded in shards knows the mesh
+    by_transformers = getattr(base, "_device_mesh", None) is not None
     for name, tensor in named_tensors(model):
-        if type(tensor).__name__ == "DTensor":
+        if is_sharded(tensor) and not (by_transformers and _mesh_names(tensor) == ("tp",)):
             raise UnsupportedModelError(
-                f"parameter {name} is sharded (DTensor); sharded models cannot generate yet. "
-                "Use DDP, or gather the model first"
+                f"parameter {name} is sharded (a DTensor over {_mesh_names(tensor)}); of sharded models only "
+                "those that transformers loaded with DistributedConfig(tp_size=N) can generate. Use that or "
+                "DDP, or gather the model first"
             )
         if tensor.device.type == "meta":
             raise UnsupportedModelError(f"parameter {name} is on the meta device; load the weights first")
     return base
+
+
+def _mesh_names(tensor: Tensor) -> tuple[str, ...] | None:
+    """Names of the dimensions of the ranks that hold a sharded tensor."""
+    names: tuple[str, ...] | None = tensor.device_mesh.mesh_dim_names  # type: ignore[attr-defined]
+    return names

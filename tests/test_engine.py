@@ -19,6 +19,7 @@ from transformers import (
 import rollout.attention.backend
 import rollout.capacity
 import rollout.engine
+import rollout.parallel
 import rollout.scoring
 from oracle import assert_greedy, assert_logprobs, oracle_greedy
 from rollout import (
@@ -203,7 +204,7 @@ def test_ranks_of_a_distributed_job_draw_differently(monkeypatch: pytest.MonkeyP
     """Every rank seeded alike once meant identical completions everywhere: half the group was lost."""
     drawn = []
     for rank in (0, 1):
-        monkeypatch.setattr(rollout.engine, "_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(rollout.parallel, "global_rank", lambda rank=rank: rank)
         batch = make().generate([PROMPT], SamplingParams(max_new_tokens=8, n=4))
         drawn += [c.token_ids for c in batch]
     assert len(set(drawn)) == 8
