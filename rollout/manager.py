@@ -240,15 +240,15 @@ class ContinuousBatchingManager:
         self._check_process()
         chosen = self._params(input_ids, max_new_tokens, eos_token_id, params)
         with self._changed:
-            if (denied := self._why_denied()) is not None:
-                logger.warning("%s; the request is not taken", denied)
-                return None
             if request_id is None:
                 request_id = f"req_{self._count}"
                 self._count += 1
             ticket = Ticket(request_id, input_ids, chosen, streaming, record_timestamps)
-            if self._was_told(ticket):
+            if self._was_told(ticket):  # and perhaps answered: the driver may even have stopped since
                 return request_id
+            if (denied := self._why_denied()) is not None:
+                logger.warning("%s; the request is not taken", denied)
+                return None
             ids = [ticket.id_of(index) for index in range(chosen.n)]
             if any(each in self._ids for each in ids):
                 raise DuplicateRequestError(

@@ -15,6 +15,7 @@ def test_the_package_offers_these_names() -> None:
         "EngineConfig",
         "FinishReason",
         "NonFiniteLogits",
+        "RankError",
         "RolloutBatch",
         "RolloutEngine",
         "RolloutError",
