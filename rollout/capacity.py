@@ -76,8 +76,8 @@ class CapacityPlanner:
         wanted = int(config.cpu_offload_space * 2**30)
         if wanted > most:
             logger.warning(
-                "cpu_offload_space=%s GiB is more than cpu_offload_space_safety_threshold=%s of the available "
-                "memory; %.2f GiB are used",
+                "cpu_offload_space=%s GiB is more than cpu_offload_space_safety_threshold=%s of the "
+                "available memory; %.2f GiB are used",
                 config.cpu_offload_space,
                 config.cpu_offload_space_safety_threshold,
                 most / 2**30,

@@ -134,9 +134,7 @@ class _Attachment:
             self._managers.add(manager)
             return manager
 
-    def _defaults(
-        self, engine: RolloutEngine, generation_config: GenerationConfig | None
-    ) -> Defaults:
+    def _defaults(self, engine: RolloutEngine, generation_config: GenerationConfig | None) -> Defaults:
         chosen = self._generation_config(generation_config)
         refuse_others(chosen)
 

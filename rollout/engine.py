@@ -221,23 +221,25 @@ class RolloutEngine:
         """
         return self._submit(prompt, params or SamplingParams(), request_id, None)
 
-    def cancel_request(self, request_id: str) -> bool:
-        """End a request now, keeping what it generated; the next :meth:`step` returns it.
+    def cancel_request(self, request_id: str, index: int | None = None) -> bool:
+        """End a request now, or its sample ``index`` alone, keeping what it generated; the next :meth:`step`
+        returns it.
 
         Returns whether a live request had this id. Unknown and finished ids are no error.
         """
         if not self._scheduler.is_live(request_id):
             return False
-        self._ranks.note(f"cancel_request({request_id!r})")
-        self._scheduler.finish_all(self._scheduler.live(request_id), FinishReason.CANCELLED)
+        self._ranks.note(f"cancel_request({request_id!r}, {index})")
+        chosen = [s for s in self._scheduler.live(request_id) if index is None or s.index == index]
+        self._scheduler.finish_all(chosen, FinishReason.CANCELLED)
         return True
 
     def progress(self, request_ids: Container[str]) -> dict[str, list[Progress]]:
-        """What the unfinished samples of these requests have so far; unknown ids have no entry."""
+        """What the running samples of these requests have so far; those that wait have no entry."""
         found: dict[str, list[Progress]] = {}
-        for s in self._scheduler.live():
+        for s in self._scheduler.running:
             if s.request.request_id in request_ids:
-                each = Progress(s.index, s.is_running, s.generated_ids, tuple(s.logprobs))
+                each = Progress(s.index, s.generated_ids, tuple(s.logprobs), tuple(s.policy_logprobs))
                 found.setdefault(s.request.request_id, []).append(each)
         return found
 
@@ -268,6 +270,15 @@ class RolloutEngine:
         with engine_mode(), self._ranks.lockstep():
             self._weights.refresh()
             self._enter_version()
+        return self.weight_version
+
+    def notice_weights(self) -> int:
+        """Compare the weights' contents now, and start a new version if they changed. Returns the version.
+
+        Between steps with requests in flight only a glance is taken, which misses what ``.data`` and fused
+        optimizers write: call this after changing weights there.
+        """
+        self._notice_weights(thorough=True)
         return self.weight_version
 
     def add_refresh_hook(self, hook: Callable[[int], None]) -> Callable[[], None]:

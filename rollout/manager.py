@@ -1,35 +1,35 @@
 """A thread in front of the engine: requests from any thread, results by id, pauses for the trainer.
 
 Names and meanings are those of transformers' ``ContinuousBatchingManager``. The engine belongs to the
-loop's thread while that runs; other threads leave commands and take outputs.
+loop's thread while that runs; other threads leave commands and take outputs. This room is the face; what
+lies behind it is in :mod:`rollout.desk` (requests), :mod:`rollout.gate` (pauses and stops) and
+:mod:`rollout.loop`.
 """
 
 import asyncio
 import dataclasses
 import logging
 import os
-import pickle
-import queue
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeAlias
 
 import torch
 
+from rollout.desk import Desk
 from rollout.engine import RolloutEngine
-from rollout.outputs import GenerationOutput, Mailbox
-from rollout.requests import Prompt
+from rollout.gate import Gate
+from rollout.loop import DividedLoop, EngineLoop
+from rollout.outputs import GenerationOutput
+from rollout.requests import Prompt, is_token_ids
 from rollout.tickets import Ticket
-from rollout.turns import STOPS, Orders, ToldRequest, Turns, Wishes
-from rollout.types import Completion, DuplicateRequestError, RankError, SamplingParams
+from rollout.types import SamplingParams
 
 logger = logging.getLogger("rollout")
 
-QUEUE_SECONDS = 10.0
-"""How long ``add_request`` waits for a place in a full queue."""
+Defaults: TypeAlias = Callable[[Prompt, int | None], SamplingParams]
+"""Parameters of a prompt, given the ``max_new_tokens`` that its request brings, if it does."""
 
 
 class ContinuousBatchingManager:
@@ -51,45 +51,47 @@ class ContinuousBatchingManager:
     after ``cpu_group_timeout``. Any rank may cancel, pause and stop, for all.
 
     Args:
-        engine: used by the loop's thread alone from :meth:`start` to the end of :meth:`stop`.
-        defaults: parameters of requests that bring none of their own, or a function of the prompt that
-            gives them.
+        engine: used by the loop's thread alone from :meth:`start` to the end of :meth:`stop`. One manager
+            per engine.
+        defaults: parameters of requests that bring none of their own, or a function that gives them.
+        max_queue_size: requests that wait for the loop to take them at the most, 0 for any number;
+            ``None`` takes the engine's setting.
     """
 
     def __init__(
         self,
         engine: RolloutEngine,
-        defaults: SamplingParams | Callable[[Prompt], SamplingParams] | None = None,
+        defaults: SamplingParams | Defaults | None = None,
+        *,
+        max_queue_size: int | None = None,
     ) -> None:
         self._engine = engine
         self._defaults = defaults or SamplingParams()
-        self._max_queue_size = engine.config.max_queue_size
         self._process = os.getpid()
-        self._changed = threading.Condition()
-        self._mail = Mailbox()
         self._thread: threading.Thread | None = None
-        self._inbox: deque[Ticket] = deque()
-        self._cancelled: deque[str] = deque()
-        self._tickets: dict[str, Ticket] = {}  # unanswered requests by their id
-        self._ids: dict[str, str] = {}  # unanswered samples' ids -> request id
-        self._count = 0
-        self._stopping: str | None = None  # "flush" or "hard"
-        self._keeps_memory = False  # after the stop that was asked for
-        self._turns: Turns | None = None  # with other ranks; made by the first start
-        self._pauses = 0
-        self._own_pauses = threading.local()
-        self._is_parked = False
-        self._is_looping = False  # ends before the thread does, so that whoever is woken then sees it
-        self._is_destroyed = False
-        self.fatal_error: BaseException | None = None
-        """What ended the loop's thread, if that was no stop."""
+        self._control = threading.RLock()  # one start, stop or destroy at a time
+        self._changed = threading.Condition()
+        self._desk = Desk(
+            self._changed, engine.config.max_queue_size if max_queue_size is None else max_queue_size
+        )
+        self._gate = Gate(self._changed)
+        parts = (engine, self._desk, self._gate, self._changed)
+        self._divided = DividedLoop(*parts) if engine.ranks.size > 1 else None
+        self._loop = EngineLoop(*parts) if self._divided is None else self._divided
+        self.is_destroyed = False
+        """Whether it can never be started again."""
 
     @property
     def engine(self) -> RolloutEngine:
         """The engine, which the loop's thread uses while it runs."""
         return self._engine
 
-    def use_defaults(self, defaults: SamplingParams | Callable[[Prompt], SamplingParams]) -> None:
+    @property
+    def fatal_error(self) -> BaseException | None:
+        """What ended the loop's thread, if that was no stop."""
+        return self._gate.fatal_error
+
+    def use_defaults(self, defaults: SamplingParams | Defaults) -> None:
         """Other parameters for the requests that are added from now on."""
         self._defaults = defaults
 
@@ -100,33 +102,34 @@ class ContinuousBatchingManager:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Start the loop under the caller's autocast and inference mode.
+        """Start the loop under the caller's autocast and inference mode; after a stop, once it has ended.
 
         Raises:
             RuntimeError: the manager was destroyed, or this is a forked child.
             RankError: other ranks of the model do not start theirs within ``cpu_group_timeout``.
         """
         self._check_process()
-        if self._is_destroyed:
-            raise RuntimeError("the manager was destroyed and cannot be started again; make a new one")
-        if self.is_running():
-            logger.warning("the manager is running already")
-            return
-        if self._engine.ranks.size > 1 and self._turns is None:
-            self._turns = Turns(self._engine.ranks.fork(), self._engine.config.cpu_group_timeout)
-        if self._turns is not None:
-            self._turns.begin()
-        self._stopping, self.fatal_error = None, None
-        kind = self._engine.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(torch.is_inference_mode_enabled(), autocast),
-            name="rollout-manager",
-            daemon=True,
-        )
-        self._is_looping = True
-        self._thread.start()
+        self._gate.refuse_inside_pause("start()")
+        with self._control:
+            if self.is_destroyed:
+                raise RuntimeError("the manager was destroyed and cannot be started again; make a new one")
+            if self.is_running():
+                assert self._thread is not None
+                if self._gate.is_looping and self._gate.stopping is None:
+                    logger.warning("the manager is running already")
+                    return
+                self._thread.join()  # it ends by itself
+            self._loop.begin()
+            self._gate.open()
+            kind = self._engine.device.type
+            autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            self._thread = threading.Thread(
+                target=self._run,
+                args=(torch.is_inference_mode_enabled(), autocast),
+                name="rollout-manager",
+                daemon=True,
+            )
+            self._thread.start()
 
     def stop(
         self,
@@ -140,7 +143,7 @@ class ContinuousBatchingManager:
         Args:
             block: wait for the end, at most ``timeout`` seconds.
             timeout: ``None`` for any time.
-            keep_for_next_session: keep the cache; else its memory goes back.
+            keep_for_next_session: keep the cache; else its memory goes back when the loop has ended.
             hard_stop: end now; requests that are not done fail with a RuntimeError's message.
 
         Raises:
@@ -150,62 +153,56 @@ class ContinuousBatchingManager:
         if self._thread is None:
             logger.warning("the manager was not started")
             return
-        if self._paused_here():
-            raise RuntimeError("stop() inside pause() would wait for ever: leave the pause first")
-        with self._changed:
-            self._stopping = "hard" if hard_stop or self._stopping == "hard" else "flush"
-            self._keeps_memory = keep_for_next_session
-            self._changed.notify_all()
+        if block:
+            self._gate.refuse_inside_pause("stop()")
+        self._gate.stop(hard=hard_stop, keep_memory=keep_for_next_session)
         if block:
             self.join(timeout)
-        if not self.is_running() and not keep_for_next_session:
-            self._engine.release_memory()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the loop's thread to end, at most ``timeout`` seconds."""
+        """Wait for the loop's thread to end, at most ``timeout`` seconds.
+
+        Raises:
+            RuntimeError: called inside this thread's own :meth:`pause`, which would wait for ever.
+        """
+        self._check_process()
         if self._thread is None:
             return
+        if timeout is None:
+            self._gate.refuse_inside_pause("join()")
         self._thread.join(timeout)
         if self._thread.is_alive():
             logger.warning("the manager's thread did not end within %s seconds", timeout)
 
-    def destroy(self) -> None:
-        """Stop if running and forbid another start. May be called again."""
-        if self.is_running():
-            self.stop(block=True)
-        if self._turns is not None:
-            self._turns.leave()
-        self._is_destroyed = True
+    def destroy(self, *, keep_memory: bool = False) -> None:
+        """Stop if running and forbid another start. May be called again.
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+        Args:
+            keep_memory: keep the engine's cache, for whoever uses the engine next.
+        """
+        self._check_process()
+        with self._control:
+            if self.is_running():
+                self.stop(block=True, keep_for_next_session=keep_memory)
+            if not self.is_destroyed:
+                self.is_destroyed = True
+                self._desk.answer_all(RuntimeError("the manager was destroyed before this request was done"))
+                if not keep_memory:
+                    self._engine.release_memory()
+            if self._divided is not None:
+                self._divided.leave()
+
+    def pause(self) -> AbstractContextManager[None]:
         """Hold the loop between two steps, so that the caller may use and change the model.
 
         Any number of threads may pause at once; the loop goes on when the last one leaves. Requests
-        in flight are kept.
+        in flight are kept; whatever was written to the weights is noticed.
 
         Raises:
             RuntimeError: the loop is not running, or ends before it could pause.
         """
         self._check_process()
-        with self._changed:
-            if not self._is_looping:
-                raise RuntimeError("the manager is not running: there is nothing to pause")
-            self._pauses += 1
-            self._own_pauses.count = self._paused_here() + 1
-            self._changed.notify_all()
-            try:
-                self._changed.wait_for(lambda: self._is_parked or not self._is_looping)
-                if not self._is_parked:
-                    raise RuntimeError("the manager ended before it could pause") from self.fatal_error
-            except BaseException:
-                self._leave_pause()
-                raise
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._leave_pause()
+        return self._gate.pause()
 
     # ---- requests
 
@@ -230,7 +227,8 @@ class ContinuousBatchingManager:
             eos_token_id: ids that end it instead of the model's own; -1 for none.
             params: other fields of :class:`~rollout.types.SamplingParams`.
 
-        Returns ``None``, with a warning, when the manager is stopping or has ended.
+        Returns ``None``, with a warning, when the manager is stopping, has ended or was destroyed. What is
+        wrong with the prompt itself is this request's result.
 
         Raises:
             DuplicateRequestError: an unanswered request has this id.
@@ -239,34 +237,10 @@ class ContinuousBatchingManager:
         """
         self._check_process()
         chosen = self._params(input_ids, max_new_tokens, eos_token_id, params)
-        with self._changed:
-            if request_id is None:
-                request_id = f"req_{self._count}"
-                self._count += 1
-            ticket = Ticket(request_id, input_ids, chosen, streaming, record_timestamps)
-            if self._was_told(ticket):  # and perhaps answered: the driver may even have stopped since
-                return request_id
-            if (denied := self._why_denied()) is not None:
-                logger.warning("%s; the request is not taken", denied)
-                return None
-            ids = [ticket.id_of(index) for index in range(chosen.n)]
-            if any(each in self._ids for each in ids):
-                raise DuplicateRequestError(
-                    f"request_id={request_id!r} is unanswered; wait for its result or choose another id"
-                )
-            if not self._changed.wait_for(lambda: self._has_place() or self._why_denied(), QUEUE_SECONDS):
-                raise queue.Full(
-                    f"{self._max_queue_size} requests wait and none was taken for {QUEUE_SECONDS:.0f} s; "
-                    "raise max_queue_size or add more slowly"
-                )
-            if (denied := self._why_denied()) is not None:  # while we waited
-                logger.warning("%s; the request is not taken", denied)
-                return None
-            self._tickets[request_id] = ticket
-            self._ids.update(dict.fromkeys(ids, request_id))
-            self._inbox.append(ticket)
-            self._changed.notify_all()
-        return request_id
+        if request_id is None:
+            (request_id,) = self._desk.new_ids(1)
+        ticket = Ticket(request_id, input_ids, chosen, streaming, record_timestamps)
+        return request_id if self._add(ticket) else None
 
     def add_requests(
         self,
@@ -274,36 +248,34 @@ class ContinuousBatchingManager:
         max_new_tokens: int | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
+        eos_token_id: int | Sequence[int] | None = None,
         **params: Any,
     ) -> list[str]:
-        """Queue several prompts; ids in input order.
+        """Queue several prompts; ids in input order. Nothing is queued when it raises for a parameter.
 
-        Prompts of token ids are queued sorted, so that those with a common beginning meet.
+        Prompts of token ids are queued sorted, so that those with a common beginning meet. Raises as
+        :meth:`add_request` does.
         """
         self._check_process()
-        with self._changed:
-            ids = [f"req_{self._count + i}" for i in range(len(inputs))]
-            self._count += len(inputs)
-        order = list(range(len(inputs)))
-        if all(not isinstance(prompt, str) and prompt and isinstance(prompt[0], int) for prompt in inputs):
-            order.sort(key=lambda i: list(inputs[i]), reverse=True)
-        for i in order:
-            self.add_request(
-                inputs[i],
-                request_id=ids[i],
-                max_new_tokens=max_new_tokens,
-                streaming=streaming,
-                record_timestamps=record_timestamps,
-                **params,
-            )
+        chosen = [self._params(prompt, max_new_tokens, eos_token_id, params) for prompt in inputs]
+        ids = self._desk.new_ids(len(inputs))
+        tickets = [
+            Ticket(request_id, prompt, each, streaming, record_timestamps)
+            for request_id, prompt, each in zip(ids, inputs, chosen, strict=True)
+        ]
+        if all(is_token_ids(ticket.prompt) for ticket in tickets):
+            tickets.sort(key=lambda ticket: ticket.prompt, reverse=True)
+        for ticket in tickets:
+            self._add(ticket)
         return ids
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request; its outputs come with what was generated. Unknown ids are no error."""
+        """End a request; its outputs come with what was generated. A child's id ends that sample alone.
+
+        Unknown ids are no error.
+        """
         self._check_process()
-        with self._changed:
-            self._cancelled.append(request_id)
-            self._changed.notify_all()
+        self._desk.cancel(request_id)
 
     # ---- results
 
@@ -315,13 +287,27 @@ class ContinuousBatchingManager:
         Returns ``None`` after ``timeout`` seconds, and at once when nothing is expected: the request
         is unknown or its last output was taken, or nothing is unanswered and the loop has ended. On a
         rank that does not drive an unknown request may still come from the driver, and is waited for.
+
+        Raises:
+            RuntimeError: nothing is there yet, and it would be waited for without a limit inside this
+                thread's own :meth:`pause`.
         """
         self._check_process()
-        return self._mail.take(request_id, timeout, lambda: self._is_expected(request_id))
+        output = self._desk.mail.take(request_id, 0, lambda: False)
+        if output is not None:
+            return output
+        if timeout is None and self._is_expected(request_id):
+            self._gate.refuse_inside_pause("get_result()")
+        return self._desk.mail.take(request_id, timeout, lambda: self._is_expected(request_id))
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Outputs as they come, until every request that was added is answered."""
-        while (output := self._mail.take(None, None, lambda: bool(self._tickets))) is not None:
+        """Outputs as they come, until every request that was added is answered or no loop runs."""
+        self._check_process()
+
+        def is_expected() -> bool:
+            return self._desk.has_unanswered and self._gate.is_looping
+
+        while (output := self._desk.mail.take(None, None, is_expected)) is not None:
             yield output
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
@@ -334,32 +320,37 @@ class ContinuousBatchingManager:
     def register_result_handler(
         self, request_id: str, callback: Callable[[GenerationOutput], object]
     ) -> None:
-        """Call ``callback`` with each output of a request, in the running event loop of the caller."""
-        self._mail.register(request_id, (callback, asyncio.get_running_loop()))
+        """Call ``callback`` with each output of a request, in the running event loop of the caller.
+
+        May come before the request is added; it holds until the request's last output.
+        """
+        self._check_process()
+        self._desk.mail.register(request_id, (callback, asyncio.get_running_loop()))
 
     def run_here(self) -> Iterator[GenerationOutput]:
         """Answer all that is queued in the calling thread, and give outputs as they come.
 
         Raises:
-            RuntimeError: the loop's thread is running.
+            RuntimeError: the loop's thread is running, or the manager was destroyed.
         """
         self._check_process()
-        if self.is_running():
-            raise RuntimeError("the manager's thread is running; take its results by get_result()")
-        self._stopping, self.fatal_error = None, None
+        if self.is_running() or self.is_destroyed:
+            state = "was destroyed" if self.is_destroyed else "has a thread that is running"
+            raise RuntimeError(f"the manager {state}: nothing can be run here")
+        self._gate.stopping, self._gate.fatal_error, self._gate.keeps_memory = None, None, True
         try:
-            while self._tickets:
-                self._turn()
+            while self._desk.has_unanswered:
+                EngineLoop.turn(self._loop)  # in lockstep with other ranks, if there are any
                 while (output := self.get_result(timeout=0)) is not None:
                     yield output
         except BaseException as error:
-            self.fatal_error = error
+            self._gate.fatal_error = error
             raise
         finally:
-            self._fail_all()
-            self.fatal_error = None
+            self._loop.end()
+            self._gate.fatal_error = None
 
-    # ---- the loop's thread
+    # ---- behind the face
 
     def _run(self, is_inference: bool, autocast: torch.dtype | None) -> None:
         try:
@@ -367,209 +358,36 @@ class ContinuousBatchingManager:
                 stack.enter_context(torch.inference_mode(is_inference))
                 if autocast is not None:
                     stack.enter_context(torch.autocast(self._engine.device.type, dtype=autocast))
-                while self._turn() if self._turns is None else self._turn_with_others(self._turns):
+                if self._engine.device.type == "cuda":
+                    stack.enter_context(torch.cuda.device(self._engine.device))
+                while self._loop.turn():
                     pass
         except BaseException as error:
-            self.fatal_error = error
+            self._gate.fatal_error = error
             logger.exception("the manager's thread ended with an error")
-            if self._turns is not None:  # the other ranks hear of it at once; a new start makes new ones
-                self._turns.leave()
-                self._turns = None
+            if self._divided is not None:  # a new start makes new turns
+                self._divided.leave()
         finally:
-            self._fail_all()
-            with self._changed:
-                self._is_looping = False
-                self._changed.notify_all()
-            self._mail.wake()
+            self._end_run()
 
-    def _turn(self) -> bool:
-        """Wait for work, take commands, run one step. False when the loop is to end."""
-        with self._changed:
-            self._wait_for_work()
-            if self._stopping == "hard":
-                return False
-            tickets, cancelled = list(self._inbox), list(self._cancelled)
-            self._inbox.clear()
-            self._cancelled.clear()
-            self._changed.notify_all()  # there is place in the queue
-        for ticket in tickets:
-            self._submit(ticket)
-        for request_id in cancelled:
-            self._engine.cancel_request(request_id)
-        if not self._engine.has_work:
-            return self._stopping is None or bool(tickets)
-        self._publish(self._engine.step())
-        return True
-
-    def _turn_with_others(self, turns: Turns) -> bool:
-        """The same where the model is divided: all ranks do what they agreed on, or wait together."""
-        was_stopping = turns.last.stop is not None
-        orders = turns.exchange(self._wishes(turns))
-        with self._changed:
-            self._stopping = max(self._stopping, orders.stop, key=STOPS.index)
-            self._is_parked = orders.is_paused  # no rank steps before the next exchange
-            self._changed.notify_all()
-        if orders.is_paused:
-            return True
-        if orders.stop != "hard" and self._obey(turns, orders):
-            return True
-        if orders.stop == "hard" or (was_stopping and not orders.requests):
-            if orders.release:
-                self._engine.release_memory()
-            return False
-        return True
-
-    def _wishes(self, turns: Turns) -> Wishes:
-        """What this rank brings to the next exchange; the driver waits until there is something."""
-        with self._changed:
-            if turns.is_driver:  # the others wait for it in the exchange
-                self._changed.wait_for(lambda: self._is_wanted(turns), turns.heartbeat)
-            # whoever pauses from here on is not part of this exchange and has to wait for the next
-            self._is_parked = self._is_parked and self._pauses > 0
-            tickets, cancelled = list(self._inbox), list(self._cancelled)
-            self._inbox.clear()
-            self._cancelled.clear()
-            self._changed.notify_all()  # there is place in the queue
-            if not turns.is_driver:
-                turns.claim(ticket.request_id for ticket in tickets)
-            wishes = Wishes(
-                cancelled=cancelled,
-                stop=self._stopping,
-                release=self._stopping is not None and not self._keeps_memory,
-                pause=self._pauses > 0,
-            )
-        return dataclasses.replace(wishes, requests=self._packed(tickets)) if turns.is_driver else wishes
-
-    def _packed(self, tickets: list[Ticket]) -> list[bytes]:
-        packed = []
-        for ticket in tickets:
-            try:
-                packed.append(pickle.dumps(ticket.told()))
-            except Exception as error:  # whatever it holds: this request's own fault
-                reason = TypeError(f"the request cannot be sent to the other ranks: {error}")
-                self._answer(ticket, ticket.failed(reason))
-        return packed
-
-    def _is_wanted(self, turns: Turns) -> bool:
-        if (self._pauses > 0) != turns.wished_pause:
-            return True
-        has_news = bool(self._inbox or self._cancelled or self._stopping or self._engine.has_work)
-        return has_news and not turns.last.is_paused
-
-    def _obey(self, turns: Turns, orders: Orders) -> bool:
-        """Apply orders and run a step; whether there was one."""
-        for told in orders.requests:
-            self._submit(self._ticket_of(turns, told))
-        for request_id in orders.cancelled:
-            self._engine.cancel_request(request_id)
-        for request_id in turns.take_expired():
-            self._refuse_claim(request_id, "rank 0, which drives, did not add it within cpu_group_timeout")
-        if not self._engine.has_work:
-            return False
-        self._publish(self._engine.step())
-        return True
-
-    def _ticket_of(self, turns: Turns, told: ToldRequest) -> Ticket:
-        """This rank's ticket of a request of the driver: its own, or one that its script added, too."""
-        ticket = self._tickets.get(told.request_id)
-        if turns.is_driver:
-            assert ticket is not None
-            return ticket
-        if ticket is not None:
-            turns.honour(told.request_id)
-            with self._changed, suppress(ValueError):
-                self._inbox.remove(ticket)  # added since the exchange began: honoured before it is claimed
-            if ticket.told().asks_the_same(told):
-                return ticket
-            self._refuse_claim(told.request_id, "rank 0, which drives, added another request under this id")
-        ticket = Ticket(told.request_id, told.prompt, told.params, told.streaming, told.is_timed)
-        with self._changed:
-            self._tickets[told.request_id] = ticket
-            self._ids.update((ticket.id_of(index), told.request_id) for index in range(told.params.n))
-            turns.expect_claim(told)
-        return ticket
-
-    def _refuse_claim(self, request_id: str, why: str) -> None:
-        ticket = self._tickets[request_id]
-        rank = self._engine.ranks.local_rank
-        error = RankError(
-            f"request {request_id!r} was added on rank {rank} of a divided model and {why}; add requests on "
-            "rank 0, or the same ones on all ranks"
-        )
-        self._answer(ticket, ticket.failed(error))
-
-    def _was_told(self, ticket: Ticket) -> bool:
-        """Whether the driver's request came before this rank's script added the same one.
-
-        Raises:
-            RankError: it is another one.
-        """
-        told = None if self._turns is None else self._turns.claim_told(ticket.request_id)
-        if told is not None and not ticket.told().asks_the_same(told):
-            raise RankError(
-                f"request {ticket.request_id!r} is another one on rank 0, which drives; add requests on "
-                "rank 0, or the same ones on all ranks"
-            )
-        return told is not None
-
-    def _wait_for_work(self) -> None:
-        """Returns with the lock held, outside any pause, when there is something to do."""
-        while True:
-            if self._pauses:
-                self._is_parked = True
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: not self._pauses)
-                self._is_parked = False
-            if self._inbox or self._cancelled or self._engine.has_work or self._stopping:
-                return
-            self._changed.wait()
-
-    def _submit(self, ticket: Ticket) -> None:
+    def _end_run(self) -> None:
         try:
-            self._engine.add_request(ticket.prompt, ticket.params, request_id=ticket.request_id)
-        except Exception as error:  # this request's own fault
-            self._answer(ticket, ticket.failed(error))
+            self._loop.end()
+        finally:  # whatever that raised: nobody may wait for a loop that has ended
+            self._gate.close()
+            self._desk.mail.wake()
 
-    def _publish(self, finished: list[Completion]) -> None:
-        """Outputs of the step just run: streamed ones, and those that ended."""
-        now = time.perf_counter()
-        watched = {
-            ticket.request_id: ticket
-            for ticket in list(self._tickets.values())  # other threads add meanwhile
-            if ticket.started < 0 or ticket.streaming or ticket.is_timed
-        }
-        for request_id, samples in self._engine.progress(watched).items():
-            self._mail.deliver(watched[request_id].observed(samples, now))
-        for completion in finished:
-            found = self._tickets.get(completion.request_id)
-            if found is not None:  # else added to the engine behind our back
-                self._answer(found, [found.ended(completion, now)])
+    def _add(self, ticket: Ticket) -> bool:
+        """Queue a ticket; False, with a warning, when none is taken."""
+        if self._divided is not None and self._divided.was_told(ticket):
+            return True
+        denied = self._desk.add(ticket, self._why_denied)
+        if denied is not None:
+            logger.warning("%s; request %r is not taken", denied, ticket.request_id)
+        return denied is None
 
-    def _answer(self, ticket: Ticket, outputs: list[GenerationOutput]) -> None:
-        """Deliver last outputs of a request's samples and strike them off."""
-        with self._changed:
-            for output in outputs:
-                del self._ids[output.request_id]
-                ticket.unanswered -= 1
-            if ticket.unanswered == 0:
-                del self._tickets[ticket.request_id]
-        self._mail.deliver(outputs)
-
-    def _fail_all(self) -> None:
-        """The loop ends: whatever is unanswered is answered now."""
-        reason = self.fatal_error or RuntimeError("the manager was stopped before this request was done")
-        with self._changed:
-            tickets = list(self._tickets.values())
-            self._inbox.clear()
-            self._cancelled.clear()
-        for request_id in sorted(ticket.request_id for ticket in tickets):  # the same order on all ranks
-            self._engine.cancel_request(request_id)
-        self._engine.take_finished()  # or they would answer later requests of these ids
-        for ticket in tickets:
-            left = [i for i in range(ticket.params.n) if ticket.id_of(i) in self._ids]
-            self._answer(ticket, ticket.failed(reason, left))
-
-    # ---- small things
+    def _why_denied(self) -> str | None:
+        return "the manager was destroyed" if self.is_destroyed else self._gate.why_denied()
 
     def _params(
         self,
@@ -578,7 +396,9 @@ class ContinuousBatchingManager:
         eos: int | Sequence[int] | None,
         given: dict[str, Any],
     ) -> SamplingParams:
-        defaults = self._defaults(prompt) if callable(self._defaults) else self._defaults
+        defaults = self._defaults
+        if callable(defaults):
+            defaults = defaults(prompt, max_new_tokens)
         known = {f.name for f in dataclasses.fields(SamplingParams)}
         unknown = sorted(set(given) - known)
         if unknown:
@@ -593,29 +413,11 @@ class ContinuousBatchingManager:
             values["stop_token_ids"] = (*kept, *(token for token in ids if token != -1))
         return dataclasses.replace(defaults, **values)
 
-    def _why_denied(self) -> str | None:
-        if self.fatal_error is not None:
-            return f"the manager's thread ended with {type(self.fatal_error).__name__}: {self.fatal_error}"
-        return "the manager is stopping" if self._stopping is not None else None
-
-    def _has_place(self) -> bool:
-        return self._max_queue_size == 0 or len(self._inbox) < self._max_queue_size
-
     def _is_expected(self, request_id: str | None) -> bool:
         if request_id is None:
-            return bool(self._tickets) or self._is_looping
-        if request_id in self._ids:
-            return True
-        # a rank that does not drive hears of requests only when they are there
-        return self._turns is not None and not self._turns.is_driver and self._is_looping
-
-    def _paused_here(self) -> int:
-        return int(vars(self._own_pauses).get("count", 0))
-
-    def _leave_pause(self) -> None:
-        self._pauses -= 1
-        self._own_pauses.count = self._paused_here() - 1
-        self._changed.notify_all()
+            return self._desk.has_unanswered or self._gate.is_looping
+        is_heard_later = self._divided is not None and self._divided.is_heard_later()
+        return is_heard_later or self._desk.is_expected(request_id)
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:

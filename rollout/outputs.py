@@ -24,8 +24,8 @@ class GenerationOutput:
     prompt_ids: list[int] = field(default_factory=list)
     generated_tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Of the distribution that was sampled, as ``Completion.logprobs``; of greedy requests the policy's, as in
-    transformers, since the distribution that was sampled has one token only."""
+    """Of the distribution that was sampled, as ``Completion.logprobs``; for greedy requests the policy's, as
+    in transformers, since what was sampled from has one token only."""
     error: str | None = None
     status: RequestStatus = RequestStatus.PENDING
     created_time: float = field(default_factory=time.perf_counter)

@@ -25,6 +25,21 @@ Repeats: TypeAlias = Counter[tuple[tuple[int, ...], int | None]]
 """Samples asked for so far per (prompt ids, seed)."""
 
 
+def plain_prompt(prompt: Prompt) -> Prompt:
+    """A copy in plain lists, which later changes of the caller's do not reach and which can be compared.
+
+    What is no prompt at all is given back as it is: it will be refused where prompts are checked.
+    """
+    if isinstance(prompt, (Tensor, np.ndarray)):
+        return cast(Prompt, prompt.tolist())
+    return list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else prompt
+
+
+def is_token_ids(prompt: Prompt) -> bool:
+    """Whether a plain prompt is a list of ids."""
+    return isinstance(prompt, list) and all(isinstance(item, int) for item in prompt)
+
+
 class RequestBuilder:
     """Checks prompts and parameters against one model and tokenizer.
 

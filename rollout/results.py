@@ -21,13 +21,12 @@ NO_VERSION = -1  # below every weight version, so that padding cannot be taken f
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What an unfinished sample has so far."""
+    """What a running sample has so far."""
 
     index: int
-    is_running: bool
-    """Whether it has been started and was not sent back to the queue."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    policy_logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

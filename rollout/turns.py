@@ -17,11 +17,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from torch import Tensor
-
 from rollout.parallel import Ranks
-from rollout.requests import Prompt
+from rollout.requests import Prompt, plain_prompt
 from rollout.types import SamplingParams
 
 HEARTBEAT = 0.1
@@ -48,10 +45,14 @@ class ToldRequest:
         cls, request_id: str, prompt: Prompt, params: SamplingParams, *, streaming: bool, is_timed: bool
     ) -> "ToldRequest":
         """The prompt is copied into plain lists, so that two of them can be compared."""
-        plain = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
-        plain = plain if isinstance(plain, str) else list(plain)
         told = replace(params, logits_processors=())
-        return cls(request_id=request_id, prompt=plain, params=told, streaming=streaming, is_timed=is_timed)
+        return cls(
+            request_id=request_id,
+            prompt=plain_prompt(prompt),
+            params=told,
+            streaming=streaming,
+            is_timed=is_timed,
+        )
 
     def asks_the_same(self, other: "ToldRequest") -> bool:
         """Whether both ask for the same tokens; how they are delivered is each rank's own affair."""

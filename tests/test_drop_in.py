@@ -192,7 +192,6 @@ def test_copies_and_pickles_have_engines_of_their_own() -> None:
             for parameter in other.parameters():
                 parameter.mul_(-1)
         (changed,) = other.generate_batch([[5, 6]], generation_config=GREEDY).values()
-        assert changed.logprobs == pytest.approx([0.0] * 6)  # greedy
         assert changed.completion.policy_logprobs != before.completion.policy_logprobs
     (after,) = model.generate_batch([[5, 6]], generation_config=GREEDY).values()
     assert after.completion.policy_logprobs == before.completion.policy_logprobs

@@ -111,7 +111,10 @@ ALLOWED: dict[str, set[str]] = {
     "outputs": {"types"},
     "turns": {"parallel", "requests", "types"},
     "tickets": {"outputs", "requests", "results", "turns", "types"},
-    "manager": {"engine", "outputs", "requests", "tickets", "turns", "types"},
+    "gate": set(),
+    "desk": {"outputs", "tickets", "types"},
+    "loop": {"desk", "engine", "gate", "tickets", "turns", "types"},
+    "manager": {"desk", "engine", "gate", "loop", "outputs", "requests", "tickets", "types"},
     "generation_config": {"types"},
     "drop_in": {
         "config",

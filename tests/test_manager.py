@@ -134,7 +134,7 @@ def test_stopping_finishes_what_is_there_and_takes_no_more(caplog: pytest.LogCap
     manager.start()
     manager.stop(timeout=SECONDS)
     assert manager.add_request([5]) is None
-    assert "the manager is stopping; the request is not taken" in caplog.text
+    assert "the manager is stopping; request 'req_20' is not taken" in caplog.text
     assert all(manager.get_result(each, timeout=0).error is None for each in ids)
     assert manager.get_result(timeout=None) is None  # at once: the loop has ended
     manager.start()  # again
@@ -201,21 +201,21 @@ def test_the_end_of_the_loop_wakes_who_waits_for_anything_or_for_a_pause() -> No
     waiter = threading.Thread(target=lambda: found.put(manager.get_result()), daemon=True)
     waiter.start()
     time.sleep(0.05)
-    real = manager._fail_all
+    real = manager._loop.end
 
     def slowly() -> None:  # somebody wants a pause just when the loop ends
         threading.Thread(target=pause, daemon=True).start()
         time.sleep(0.1)
         real()
 
-    wake = manager._mail.wake
+    wake = manager._desk.mail.wake
 
     def wake_and_linger() -> None:  # the thread is still alive when they look
         wake()
         time.sleep(0.5)
 
-    manager._fail_all = slowly  # type: ignore[method-assign]
-    manager._mail.wake = wake_and_linger  # type: ignore[method-assign]
+    manager._loop.end = slowly  # type: ignore[method-assign]
+    manager._desk.mail.wake = wake_and_linger  # type: ignore[method-assign]
     manager.stop(timeout=SECONDS)
     answers = {found.get(timeout=SECONDS), found.get(timeout=SECONDS)}
     assert answers == {None, "the manager ended before it could pause"}
@@ -260,7 +260,7 @@ def test_several_threads_may_pause_at_once(manager: ContinuousBatchingManager) -
 
 
 def test_a_full_queue_holds_the_caller_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.manager.QUEUE_SECONDS", 0.05)
+    monkeypatch.setattr("rollout.desk.QUEUE_SECONDS", 0.05)
     manager = make(max_queue_size=2)
     ids = [manager.add_request([5]), manager.add_request([6])]
     with pytest.raises(queue.Full, match="2 requests wait"):
@@ -296,8 +296,9 @@ def test_the_loop_runs_under_the_starters_autocast() -> None:
         expected = RolloutEngine(TINY_MODELS["llama"]()).generate([[5, 6, 7]], GREEDY)[0]
     output = manager.get_result(manager.add_request([5, 6, 7]), timeout=SECONDS)
     manager.stop(timeout=SECONDS)
-    assert output.logprobs == list(expected.logprobs)
     assert output.completion.policy_logprobs == expected.policy_logprobs
+    plain = RolloutEngine(TINY_MODELS["llama"]()).generate([[5, 6, 7]], GREEDY)[0]
+    assert output.completion.policy_logprobs != plain.policy_logprobs
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks are POSIX")

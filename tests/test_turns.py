@@ -190,7 +190,7 @@ def assert_answered_once(manager: ContinuousBatchingManager, request_id: str, to
     output = manager.get_result(request_id, timeout=SECONDS)
     assert output is not None and output.error is None and output.generated_tokens == tokens
     assert manager.get_result(request_id, timeout=0.9) is None  # not even when its claim would expire
-    assert not manager._tickets and not manager._ids
+    assert not manager._desk.unanswered
     assert manager.is_running() and manager.fatal_error is None
 
 
@@ -255,7 +255,7 @@ def test_a_request_that_the_driver_never_adds_fails_when_the_time_is_over(
     outputs = [follower.get_result(name, timeout=SECONDS) for name in ("a", "a__child#0")]
     for output in outputs:
         assert output is not None and "did not add it within cpu_group_timeout" in str(output.error)
-    assert not follower._tickets and not follower._ids
+    assert not follower._desk.unanswered
 
 
 def test_a_pause_of_the_driver_holds_this_rank_until_it_ends(
@@ -277,7 +277,7 @@ def test_a_pause_here_is_not_entered_again_before_the_next_exchange(
     taken, entered, early = threading.Event(), threading.Event(), []
 
     def first_without_pause() -> Wishes:
-        if follower._turns is not None and follower._turns.wished_pause:
+        if follower._divided.turns is not None and follower._divided.turns.wished_pause:
             driver.script.put(first_without_pause)
         else:
             taken.set()  # this rank's wishes are on their way, and there is no pause in them

@@ -212,7 +212,7 @@ def see_manager(model: PreTrainedModel) -> dict[str, Any]:
         except RankError as error:
             seen["differs"] = str(error)
         # what rank 0 never adds
-        manager._turns._timeout = 0.5  # type: ignore[union-attr]
+        manager._divided.turns._timeout = 0.5  # type: ignore[union-attr]
         manager.add_request([5, 6, 7], request_id="unasked")
         seen["unasked"] = row(manager.get_result("unasked", timeout=SECONDS))
     barrier()
