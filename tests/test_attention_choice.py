@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rollout.attention
-from fake_kernels import FakeFlash2, FakeFlash3
+from fake_kernels import FakeFlash2, FakeFlash3, FakeVarlen, cpu_limits
 from rollout import RolloutEngine, SamplingParams
 from rollout.attention import (
     AttentionBackend,
@@ -26,9 +26,10 @@ from rollout.attention import (
 )
 from rollout.attention.flash import FlashKernel, find_flash
 from rollout.attention.paged import KernelUnavailable, PagedKernel
+from rollout.attention.trial import why_wrong
 from rollout.attention.varlen import VarlenKernel, find_varlen
 from rollout.kv_cache import CacheLayout, LayerShape
-from rollout.runs import PagedRun
+from rollout.runs import PagedRun, RunRules
 from tiny_models import TINY_MODELS
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -72,6 +73,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Find:
 
         monkeypatch.setattr(rollout.attention, "find_kernel", find)
 
+    # there is no such device here to try them on
+    monkeypatch.setattr(rollout.attention, "why_wrong", lambda *anything: None)
     return install
 
 
@@ -177,6 +180,7 @@ def test_the_engine_works_with_the_page_size_that_the_kernel_needs(monkeypatch: 
     kernel.limits = dataclasses.replace(kernel.limits, page_multiple=24)
     monkeypatch.setattr(rollout.attention, "find_kernel", lambda name, device: kernel)
     engine = RolloutEngine(TINY_MODELS["llama"](), config={"attn_implementation": "flash"})
+    fake.calls.all.clear()
     batch = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, temperature=0))
     engine.score([[1, 2, 3]], [batch[0].token_ids])
     assert engine._cache.page_size == 48  # 32 rounded up
@@ -197,6 +201,99 @@ def test_the_decode_limit_is_told_where_it_has_no_effect(
     caplog.clear()
     make_backend("sdpa", layout(), None, max_decode_pages=0)
     assert not caplog.records
+
+
+# ---- the trial ---------------------------------------------------------------------------------
+
+
+WINDOWED = LayerShape(2, 16, 16, 7)
+FULL = LayerShape(3, 16, 16, None)
+
+
+def tried(kernel: PagedKernel, *shapes: LayerShape, **traits: bool) -> str | None:
+    rules = RunRules(None if all(shape.window is None for shape in shapes) else 0)
+    cpu_layout = layout(*shapes, dtype=torch.bfloat16, device=CPU)
+    return why_wrong(kernel, cpu_layout, AttentionTraits(**traits), rules, 8)
+
+
+def test_right_kernels_pass_the_trial() -> None:
+    for fake in (FakeVarlen(), FakeVarlen(is_fa3=True), FakeFlash2(), FakeFlash3()):
+        for shapes in ((FULL,), (WINDOWED,), (WINDOWED, FULL)):
+            fake.calls.all.clear()
+            with torch.autocast("cpu", torch.bfloat16):
+                assert tried(fake.kernel(), *shapes) is None
+            assert fake.calls.all
+    assert tried(FakeFlash2().kernel(), FULL, has_softcap=True) is None
+    assert tried(FakeFlash3().kernel(), WINDOWED, has_softcap=True, has_sinks=True) is None
+
+
+class Broken(FakeVarlen):
+    """A kernel with a fault that its original could have."""
+
+    def __init__(self, fault: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        super().__init__()
+        self._fault = fault
+
+    def kernel(self) -> VarlenKernel:
+        def varlen_attn(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            out = self.varlen_attn(query, *args, **self._fault(options))
+            return out
+
+        return VarlenKernel(varlen_attn, cpu_limits(), takes_cu_k=True)
+
+
+FAULTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "its own scale": lambda options: options | {"scale": 0.25},
+    "a window of one key more": lambda options: (
+        options
+        | {"window_size": (options["window_size"][0] + 1, 0) if options["window_size"][0] > 0 else (-1, 0)}
+    ),
+    "a window of one key less": lambda options: (
+        options
+        | {"window_size": (options["window_size"][0] - 1, 0) if options["window_size"][0] > 0 else (-1, 0)}
+    ),
+    "pages in their order": lambda options: (
+        options | {"block_table": _sorted_within_rows(options["block_table"], options["seqused_k"])}
+    ),
+}
+
+
+def _sorted_within_rows(table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    rows = []
+    for row, length in zip(table.tolist(), lengths.tolist(), strict=True):
+        used = -(-length // 8)
+        rows.append(sorted(row[:used]) + row[used:])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_kernel_that_is_wrong_is_found_out(fault: str) -> None:
+    reason = tried(Broken(FAULTS[fault]).kernel(), WINDOWED, FULL)
+    assert reason is not None and "varlen_attn was off by" in reason
+
+
+def test_rows_that_are_not_written_and_kernels_that_raise_are_found_out() -> None:
+    """https://github.com/pytorch/pytorch/issues/194167: only the first row of a call was written."""
+    fake = FakeVarlen()
+
+    def first_row_only(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        out = fake.varlen_attn(query, *args, **options)
+        return torch.cat([out[:1], torch.full_like(out[1:], float("nan"))])
+
+    def not_on_this_device(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        raise RuntimeError("paged KV is not supported")
+
+    reason = tried(VarlenKernel(first_row_only, cpu_limits(), takes_cu_k=True), FULL)
+    assert reason is not None and reason.endswith("was off by nan from plain attention")
+    reason = tried(VarlenKernel(not_on_this_device, cpu_limits(), takes_cu_k=True), FULL)
+    assert reason is not None and reason.endswith("failed with RuntimeError: paged KV is not supported")
+
+
+def test_a_kernel_that_failed_its_trial_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Broken(FAULTS["its own scale"]).kernel()
+    monkeypatch.setattr(rollout.attention, "find_kernel", lambda name, device: kernel)
+    with pytest.raises(ValueError, match=r"'varlen' is not possible here: a trial of .* was off by"):
+        RolloutEngine(TINY_MODELS["llama"](), config={"attn_implementation": "varlen"})
 
 
 # ---- finding torch's kernels ------------------------------------------------------------------
