@@ -1,34 +1,30 @@
 """Which attention backend is taken, what is refused and in which words; no GPU is needed to ask."""
 
 import dataclasses
-import importlib.machinery
 import logging
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rollout.attention
-from fake_kernels import FakeFlash2, FakeFlash3
+from fake_kernels import FakeFlash2, FakeFlash3, FakeVarlen, cpu_limits
 from rollout import RolloutEngine, SamplingParams
 from rollout.attention import (
     AttentionBackend,
-    AttentionCall,
     AttentionTraits,
     PagedAttention,
     SdpaAttention,
     make_backend,
     page_size_for,
 )
-from rollout.attention.flash import FlashKernel, find_flash
+from rollout.attention.flash import FlashKernel
 from rollout.attention.paged import KernelUnavailable, PagedKernel
+from rollout.attention.trial import why_wrong
 from rollout.attention.varlen import VarlenKernel, find_varlen
 from rollout.kv_cache import CacheLayout, LayerShape
-from rollout.runs import PagedRun
+from rollout.runs import RunRules
 from tiny_models import TINY_MODELS
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -72,6 +68,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Find:
 
         monkeypatch.setattr(rollout.attention, "find_kernel", find)
 
+    # there is no such device here to try them on
+    monkeypatch.setattr(rollout.attention, "why_wrong", lambda *anything: None)
     return install
 
 
@@ -177,6 +175,7 @@ def test_the_engine_works_with_the_page_size_that_the_kernel_needs(monkeypatch: 
     kernel.limits = dataclasses.replace(kernel.limits, page_multiple=24)
     monkeypatch.setattr(rollout.attention, "find_kernel", lambda name, device: kernel)
     engine = RolloutEngine(TINY_MODELS["llama"](), config={"attn_implementation": "flash"})
+    fake.calls.all.clear()
     batch = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, temperature=0))
     engine.score([[1, 2, 3]], [batch[0].token_ids])
     assert engine._cache.page_size == 48  # 32 rounded up
@@ -199,190 +198,94 @@ def test_the_decode_limit_is_told_where_it_has_no_effect(
     assert not caplog.records
 
 
-# ---- finding torch's kernels ------------------------------------------------------------------
+# ---- the trial ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    return monkeypatch
+WINDOWED = LayerShape(2, 16, 16, 7)
+FULL = LayerShape(3, 16, 16, None)
 
 
-def a_run(*, is_decode: bool = False, window: int | None = None) -> PagedRun:
-    def ints(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=CUDA)
-
-    queries = (1, 1) if is_decode else (2, 1)
-    return PagedRun(
-        start=0,
-        end=sum(queries),
-        is_decode=is_decode,
-        window=window,
-        cu_q=ints(0, queries[0], sum(queries)),
-        cu_k=ints(0, 9, 13),
-        lengths=ints(9, 4),
-        table=ints(1, 2).view(2, 1),
-        max_q=max(queries),
-        max_k=9,
-    )
+def tried(kernel: PagedKernel, *shapes: LayerShape, **traits: bool) -> str | None:
+    rules = RunRules(None if all(shape.window is None for shape in shapes) else 0)
+    cpu_layout = layout(*shapes, dtype=torch.bfloat16, device=CPU)
+    return why_wrong(kernel, cpu_layout, AttentionTraits(**traits), rules, 8)
 
 
-@pytest.mark.parametrize("window", [None, 8])
-@pytest.mark.parametrize("is_decode", [True, False])
-def test_the_real_varlen_attn_takes_our_arguments(
-    hopper: pytest.MonkeyPatch, is_decode: bool, window: int | None
-) -> None:
-    """The installed torch's own function and its checks, on tensors without data."""
-    kernel = find_varlen(CUDA)
-    assert kernel.limits.page_multiple == 256
-    with FakeTensorMode():
-        run = a_run(is_decode=is_decode, window=None if is_decode else window)
-        query = torch.empty(run.end, 4, 64, dtype=torch.bfloat16, device=CUDA)
-        pages = torch.empty(3, 256, 2, 64, dtype=torch.bfloat16, device=CUDA)
-        new = torch.empty(run.end, 2, 64, dtype=torch.bfloat16, device=CUDA)
-        call = AttentionCall(query=query, key=new, value=new, scaling=0.125, softcap=None, sinks=None)
-        out = kernel.attend(query, pages, pages, run, call)
-        assert out.shape == query.shape and out.dtype == torch.bfloat16
+def test_right_kernels_pass_the_trial() -> None:
+    for fake in (FakeVarlen(), FakeVarlen(is_fa3=True), FakeFlash2(), FakeFlash3()):
+        for shapes in ((FULL,), (WINDOWED,), (WINDOWED, FULL)):
+            fake.calls.all.clear()
+            with torch.autocast("cpu", torch.bfloat16):
+                assert tried(fake.kernel(), *shapes) is None
+            assert fake.calls.all
+    assert tried(FakeFlash2().kernel(), FULL, has_softcap=True) is None
+    assert tried(FakeFlash3().kernel(), WINDOWED, has_softcap=True, has_sinks=True) is None
 
 
-def test_varlen_minds_which_kernels_torch_was_switched_to(hopper: pytest.MonkeyPatch) -> None:
-    hopper.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
-    assert find_varlen(CUDA).limits.page_multiple == 1
-    hopper.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
-    with pytest.raises(KernelUnavailable, match="switched to FA4, which is not served"):
-        find_varlen(CUDA)
+class Broken(FakeVarlen):
+    """A kernel with a fault that its original could have."""
+
+    def __init__(self, fault: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        super().__init__()
+        self._fault = fault
+
+    def kernel(self) -> VarlenKernel:
+        def varlen_attn(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            out = self.varlen_attn(query, *args, **self._fault(options))
+            return out
+
+        return VarlenKernel(varlen_attn, cpu_limits(), takes_cu_k=True)
 
 
-def test_varlen_says_why_there_is_none(hopper: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KernelUnavailable, match="the model is on mps"):
-        find_varlen(torch.device("mps"))
-    hopper.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(KernelUnavailable, match=r"compute capability 7\.5"):
-        find_varlen(CUDA)
-    hopper.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value, *, scale: None)
-    with pytest.raises(KernelUnavailable, match="lacks block_table, enable_gqa, num_splits, seqused_k"):
-        find_varlen(CUDA)
-    hopper.setattr(torch.version, "hip", "7.0")
-    with pytest.raises(KernelUnavailable, match="ROCm"):
-        find_varlen(CUDA)
-    hopper.setattr(torch.version, "hip", None)
-    hopper.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    with pytest.raises(KernelUnavailable, match=r"has no torch\.nn\.attention\.varlen; update torch"):
-        find_varlen(CUDA)
+FAULTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "its own scale": lambda options: options | {"scale": 0.25},
+    "a window of one key more": lambda options: (
+        options
+        | {"window_size": (options["window_size"][0] + 1, 0) if options["window_size"][0] > 0 else (-1, 0)}
+    ),
+    "a window of one key less": lambda options: (
+        options
+        | {"window_size": (options["window_size"][0] - 1, 0) if options["window_size"][0] > 0 else (-1, 0)}
+    ),
+    "pages in their order": lambda options: (
+        options | {"block_table": _sorted_within_rows(options["block_table"], options["seqused_k"])}
+    ),
+}
 
 
-# ---- finding flash-attn -----------------------------------------------------------------------
+def _sorted_within_rows(table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    rows = []
+    for row, length in zip(table.tolist(), lengths.tolist(), strict=True):
+        used = -(-length // 8)
+        rows.append(sorted(row[:used]) + row[used:])
+    return torch.tensor(rows, dtype=torch.int32)
 
 
-def make_module(name: str, **functions: Any) -> types.ModuleType:
-    module = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    vars(module).update(functions)
-    return module
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_kernel_that_is_wrong_is_found_out(fault: str) -> None:
+    reason = tried(Broken(FAULTS[fault]).kernel(), WINDOWED, FULL)
+    assert reason is not None and "varlen_attn was off by" in reason
 
 
-def package_2(name: str = "flash_attn") -> types.ModuleType:
-    fake = FakeFlash2()
-    functions = {
-        "flash_attn_with_kvcache": fake.flash_attn_with_kvcache,
-        "flash_attn_varlen_func": fake.flash_attn_varlen_func,
-    }
-    return make_module(name, __version__="2.8.3", **functions)
+def test_rows_that_are_not_written_and_kernels_that_raise_are_found_out() -> None:
+    """https://github.com/pytorch/pytorch/issues/194167: only the first row of a call was written."""
+    fake = FakeVarlen()
+
+    def first_row_only(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        out = fake.varlen_attn(query, *args, **options)
+        return torch.cat([out[:1], torch.full_like(out[1:], float("nan"))])
+
+    def not_on_this_device(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        raise RuntimeError("paged KV is not supported")
+
+    reason = tried(VarlenKernel(first_row_only, cpu_limits(), takes_cu_k=True), FULL)
+    assert reason is not None and reason.endswith("was off by nan from plain attention")
+    reason = tried(VarlenKernel(not_on_this_device, cpu_limits(), takes_cu_k=True), FULL)
+    assert reason is not None and reason.endswith("failed with RuntimeError: paged KV is not supported")
 
 
-def package_3() -> types.ModuleType:
-    kvcache = FakeFlash3().flash_attn_with_kvcache
-    return make_module("flash_attn_interface", flash_attn_with_kvcache=kvcache)
-
-
-@pytest.fixture
-def packages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def install(*modules: types.ModuleType, capability: tuple[int, int] = (9, 0)) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        for name in ("flash_attn_interface", "flash_attn", "kernels"):
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        for module in modules:
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-
-    return install
-
-
-def test_flash_3_is_for_hopper_and_flash_2_for_all(packages: Callable[..., None]) -> None:
-    packages(package_2(), package_3())
-    kernel = find_flash(CUDA)
-    assert kernel.name.startswith("flash_attn_interface") and kernel.limits.page_multiple == 1
-    assert kernel.limits.softcap and kernel.limits.sinks
-    packages(package_2(), package_3(), capability=(8, 6))
-    kernel = find_flash(CUDA)
-    assert kernel.name == "flash_attn 2.8.3" and kernel.limits.page_multiple == 256
-    assert kernel.limits.softcap and not kernel.limits.sinks
-    packages(package_2(), capability=(7, 5))
-    with pytest.raises(KernelUnavailable, match=r"compute capability 7\.5"):
-        find_flash(CUDA)
-
-
-def test_without_a_package_kernels_fetches_one(packages: Callable[..., None]) -> None:
-    asked = []
-
-    def get_kernel(repository: str, *, version: int) -> types.ModuleType:
-        asked.append((repository, version))
-        return package_2("fetched")
-
-    packages(make_module("kernels", get_kernel=get_kernel), capability=(8, 0))
-    assert find_flash(CUDA).name == "kernels-community/flash-attn2 version 4"
-    packages(make_module("kernels", get_kernel=get_kernel))
-    find_flash(CUDA)
-    assert asked == [("kernels-community/flash-attn2", 4), ("kernels-community/vllm-flash-attn3", 1)]
-
-
-def test_flash_says_build_by_build_why_there_is_none(packages: Callable[..., None]) -> None:
-    packages()
-    with pytest.raises(KernelUnavailable) as caught:
-        find_flash(CUDA)
-    assert str(caught.value) == (
-        "flash_attn_interface is not installed; flash_attn is not installed; kernels is not installed; "
-        "pip install flash-attn, or kernels"
-    )
-
-    def unreachable(repository: str, *, version: int) -> None:
-        raise ConnectionError("no network")
-
-    fourth = make_module("flash_attn", __version__="4.0")  # flash attention 4 comes under this name, too
-    packages(fourth, make_module("kernels", get_kernel=unreachable), capability=(8, 0))
-    with pytest.raises(
-        KernelUnavailable, match=r"flash_attn 4\.0 has no flash_attn_with_kvcache; "
-    ) as caught:
-        find_flash(CUDA)
-    assert "kernels cannot be loaded (ConnectionError: no network)" in str(caught.value)
-    with pytest.raises(KernelUnavailable, match="the model is on cpu"):
-        find_flash(CPU)
-
-
-def test_builds_without_tables_are_refused() -> None:
-    fake = FakeFlash2()
-
-    def old_kvcache(q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any) -> None: ...
-    def old_varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any) -> None: ...
-
-    with pytest.raises(KernelUnavailable, match="flash_attn_with_kvcache of old takes no table of pages"):
-        FlashKernel("old", old_kvcache, fake.flash_attn_varlen_func)
-    for varlen in (old_varlen, None):
-        with pytest.raises(KernelUnavailable, match="flash_attn_varlen_func of old takes no block_table"):
-            FlashKernel("old", fake.flash_attn_with_kvcache, varlen)
-
-
-def test_keys_of_ragged_rows_are_never_split_where_that_can_be_said() -> None:
-    """Builds that let one choose combine the parts of a paged row wrongly."""
-    asked: dict[str, Any] = {}
-
-    def varlen(q: torch.Tensor, k: Any, v: Any, *, block_table: Any, num_splits: int = 0, **more: Any) -> Any:
-        asked.update(num_splits=num_splits, **more)
-        return q
-
-    kernel = FlashKernel("new", FakeFlash2().flash_attn_with_kvcache, varlen)
-    with FakeTensorMode():
-        run = a_run(window=8)
-        query = torch.empty(run.end, 4, 64)
-        call = AttentionCall(query=query, key=query, value=query, scaling=0.5, softcap=None, sinks=None)
-        kernel.attend(query, query, query, run, call)
-    assert asked["num_splits"] == 1 and asked["causal"] is True and asked["window_size"] == (7, 0)
+def test_a_kernel_that_failed_its_trial_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Broken(FAULTS["its own scale"]).kernel()
+    monkeypatch.setattr(rollout.attention, "find_kernel", lambda name, device: kernel)
+    with pytest.raises(ValueError, match=r"'varlen' is not possible here: a trial of .* was off by"):
+        RolloutEngine(TINY_MODELS["llama"](), config={"attn_implementation": "varlen"})

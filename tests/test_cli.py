@@ -444,7 +444,7 @@ def test_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
         f"--max-new-tokens N tokens to generate at the most (default: {SamplingParams().max_new_tokens})"
         in text
     )
-    assert f"(default: {EngineConfig().page_size})" in text
+    assert f"(default: {EngineConfig().scheduler_type})" in text
 
 
 @pytest.mark.parametrize(

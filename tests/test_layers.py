@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "attention.paged": {"attention.backend", "batch", "kv_cache", "runs"},
     "attention.flash": {"attention.backend", "attention.paged", "runs"},
     "attention.varlen": {"attention.backend", "attention.paged", "runs"},
+    "attention.trial": {"attention.backend", "attention.eager", "attention.paged", "kv_cache", "runs"},
     "attention": {
         "attention.backend",
         "attention.eager",
@@ -60,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "attention.native",
         "attention.paged",
         "attention.sdpa",
+        "attention.trial",
         "attention.varlen",
         "kv_cache",
         "native",

@@ -56,8 +56,10 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], Fake]:
     return replace
 
 
-def run(name: str, config: dict[str, Any]) -> RolloutBatch:
+def run(name: str, config: dict[str, Any], fake: Fake | None = None) -> RolloutBatch:
     engine = RolloutEngine(TINY_MODELS[name](), config=config)
+    if fake is not None:
+        fake.calls.all.clear()  # the kernel was tried when the engine was made
     params = [
         SamplingParams(max_new_tokens=16, temperature=t, n=2, seed=i) for i, t in enumerate(TEMPERATURES)
     ]
@@ -77,7 +79,7 @@ def test_tokens_and_logprobs_are_those_of_sdpa(
 ) -> None:
     backend, make = FAKES[fake_name]
     fake = use(make())
-    batch = run(name, {**WAYS[way], "attn_implementation": backend, "native_kernels": False})
+    batch = run(name, {**WAYS[way], "attn_implementation": backend, "native_kernels": False}, fake)
     assert fake.calls.all
     model = TINY_MODELS[name]()
     for i, (one, other) in enumerate(zip(sdpa_twin(name), batch, strict=True)):
@@ -91,7 +93,7 @@ def test_tokens_and_logprobs_are_those_of_sdpa(
 @pytest.mark.parametrize("way", ["preempting", "chunked", "plain"])
 def test_the_ways_do_what_they_are_named_for(way: str, use: Callable[[Fake], Fake]) -> None:
     fake = use(FakeFlash2())
-    metrics = run("llama", {**WAYS[way], "attn_implementation": "flash"}).metrics
+    metrics = run("llama", {**WAYS[way], "attn_implementation": "flash"}, fake).metrics
     assert (metrics.num_preemptions > 0) == (way == "preempting")
     assert metrics.cached_tokens > 0
     kinds = [(call.entry, call.max_q > 1) for call in fake.calls.all]
@@ -104,7 +106,7 @@ def test_the_ways_do_what_they_are_named_for(way: str, use: Callable[[Fake], Fak
 
 
 def entries_of(way: str, name: str, fake: Fake) -> set[str]:
-    run(name, {**WAYS[way], "attn_implementation": "flash"})
+    run(name, {**WAYS[way], "attn_implementation": "flash"}, fake)
     return fake.calls.entries()
 
 
@@ -128,7 +130,7 @@ def test_layers_that_slide_switch_the_fast_path_off(
 ) -> None:
     fake = use(FakeFlash3())
     with caplog.at_level(logging.INFO, "rollout"):
-        run(name, {"page_size": 4, "max_blocks_per_request": 8, "attn_implementation": "flash"})
+        run(name, {"page_size": 4, "max_blocks_per_request": 8, "attn_implementation": "flash"}, fake)
     assert fake.calls.entries() == {"varlen"}
     said = [r for r in caplog.records if "max_blocks_per_request is 0" in r.message]
     assert said and all(r.levelno == logging.WARNING for r in said)
@@ -139,7 +141,7 @@ def test_layers_that_slide_switch_the_fast_path_off(
 def test_varlen_decodes_without_a_mask(use: Callable[[Fake], Fake]) -> None:
     """A causal mask, though it hides nothing from one query, keeps the kernels from folding heads."""
     fake = use(FakeVarlen())
-    run("llama", {"page_size": 8, "attn_implementation": "varlen"})
+    run("llama", {"page_size": 8, "attn_implementation": "varlen"}, fake)
     assert {call.window_size for call in fake.calls.all if call.max_q == 1} == {(-1, -1)}
     assert {call.window_size for call in fake.calls.all if call.max_q > 1} == {(-1, 0)}
 
@@ -203,6 +205,7 @@ def test_another_kernel_for_the_same_model_gets_another_cache(use: Callable[[Fak
     engine = RolloutEngine(model, config={"attn_implementation": "varlen", "native_kernels": False})
     params = SamplingParams(max_new_tokens=5, temperature=0)
     engine.generate([[1, 2, 3]], params)
+    assert engine._cache.page_size == 32
     fake = FakeVarlen(page_multiple=24)
     kernel = fake.kernel()
     kernel.limits = dataclasses.replace(kernel.limits, page_multiple=24)
@@ -210,5 +213,5 @@ def test_another_kernel_for_the_same_model_gets_another_cache(use: Callable[[Fak
     use(fake)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # type: ignore[union-attr]
     (completion,) = engine.generate([[1, 2, 3]], params)
-    assert fake.calls.all
+    assert engine._cache.page_size == 48
     assert_logprobs(model, completion, temperature=0.0)

@@ -32,6 +32,7 @@ from rollout.attention.flash import find_flash
 from rollout.attention.native import NativeAttention, why_not_native
 from rollout.attention.paged import KernelUnavailable, PagedAttention, PagedKernel, why_not_paged
 from rollout.attention.sdpa import SdpaAttention
+from rollout.attention.trial import why_wrong
 from rollout.attention.varlen import find_varlen
 from rollout.kv_cache import CacheLayout
 from rollout.native import Kernels
@@ -77,15 +78,19 @@ def make_backend(
     paged = {"flash": ["flash"], "varlen": ["varlen"]}.get(name, [])
     if name == "auto" and layout.device.type == "cuda":
         paged = ["flash", "varlen"] if may_flash else ["varlen"]
+    rules = RunRules(0 if any(window is not None for window in layout.windows) else max_decode_pages)
     reasons: dict[str, str] = {}
     for choice in paged:
         try:
-            kernel = _paged_kernel(choice, layout, traits or AttentionTraits(), page_size)
+            kernel = _paged_kernel(choice, layout, traits or AttentionTraits(), rules, page_size)
         except KernelUnavailable as reason:
             reasons[choice] = str(reason)
             continue
         logger.info("attention backend: %s, by %s%s", choice, kernel.name, _why_not(reasons))
-        return PagedAttention(kernel, RunRules(_decode_limit(max_decode_pages, layout)))
+        if rules.max_decode_pages != max_decode_pages:
+            level = logging.INFO if max_decode_pages is None else logging.WARNING
+            logger.log(level, "max_blocks_per_request is 0: layers that slide have no decode fast path")
+        return PagedAttention(kernel, rules)
     if paged and name != "auto":
         raise ValueError(f"attn_implementation={name!r} is not possible here: {reasons[name]}; use 'auto'")
     if paged:
@@ -109,16 +114,21 @@ def find_kernel(name: str, device: torch.device) -> PagedKernel:
 
 def page_size_for(backend: AttentionBackend, page_size: int | None) -> int:
     """Tokens per page: what was asked for, else the default, rounded up to what the backend can have."""
-    if page_size is not None:
-        return page_size
-    return -(-DEFAULT_PAGE_SIZE // backend.page_multiple) * backend.page_multiple
+    return _page_size(page_size, backend.page_multiple)
+
+
+def _page_size(page_size: int | None, multiple: int) -> int:
+    return -(-DEFAULT_PAGE_SIZE // multiple) * multiple if page_size is None else page_size
 
 
 def _paged_kernel(
-    name: str, layout: CacheLayout, traits: AttentionTraits, page_size: int | None
+    name: str, layout: CacheLayout, traits: AttentionTraits, rules: RunRules, page_size: int | None
 ) -> PagedKernel:
+    """The kernel behind a backend's name, if it serves the model and is right where it was tried."""
     kernel = find_kernel(name, layout.device)
     reason = why_not_paged(kernel, layout, traits, page_size)
+    if reason is None:
+        reason = why_wrong(kernel, layout, traits, rules, _page_size(page_size, kernel.limits.page_multiple))
     if reason is not None:
         raise KernelUnavailable(reason)
     return kernel
@@ -126,15 +136,6 @@ def _paged_kernel(
 
 def _why_not(reasons: dict[str, str]) -> str:
     return "".join(f"; not {name}: {reason}" for name, reason in reasons.items())
-
-
-def _decode_limit(max_decode_pages: int | None, layout: CacheLayout) -> int | None:
-    """The limit that was asked for; 0 where a layer slides, since a decode run has no mask."""
-    if max_decode_pages == 0 or all(window is None for window in layout.windows):
-        return max_decode_pages
-    level = logging.INFO if max_decode_pages is None else logging.WARNING
-    logger.log(level, "max_blocks_per_request is 0: layers with a sliding window have no decode fast path")
-    return 0
 
 
 def _torch_backend(name: str, layout: CacheLayout, kernels: Kernels | None) -> AttentionBackend:

@@ -20,28 +20,30 @@ class EagerAttention:
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """See ``AttentionBackend``."""
         pages.write(batch.slots, call.key, call.value)
-        rows = [self._attend_row(call, pages, row, batch.window) for row in batch.rows]
+        rows = [attend_row(call, pages, row, batch.window) for row in batch.rows]
         return torch.cat(rows, dim=1).transpose(0, 1)
 
-    def _attend_row(self, call: AttentionCall, pages: LayerPages, row: RowSpan, window: int | None) -> Tensor:
-        table = torch.tensor(row.pages, device=call.query.device)
-        page_size = pages.keys.shape[2]
-        begin = row.first_page * page_size
-        num_keys = row.num_keys(page_size)
-        key = pages.keys[:, table].flatten(1, 2)[:, :num_keys]
-        value = pages.values[:, table].flatten(1, 2)[:, :num_keys]
-        groups = call.query.shape[1] // key.shape[0]
-        query_at = torch.arange(row.position, row.position + row.length, device=key.device)[:, None]
-        key_at = torch.arange(begin, begin + num_keys, device=key.device)[None]
-        seen = key_at <= query_at
-        if window is not None:
-            seen &= key_at > query_at - window
-        bias = torch.zeros(seen.shape, device=key.device).masked_fill_(~seen, float("-inf"))
-        return attend_plainly(
-            call.query[row.start : row.start + row.length].transpose(0, 1),
-            key.repeat_interleave(groups, dim=0),
-            value.repeat_interleave(groups, dim=0),
-            bias,
-            call,
-            None if call.sinks is None else call.sinks[:, None, None],
-        )
+
+def attend_row(call: AttentionCall, pages: LayerPages, row: RowSpan, window: int | None) -> Tensor:
+    """One row's attention over its pages: ``[N, length, H]``."""
+    table = torch.tensor(row.pages, device=call.query.device)
+    page_size = pages.keys.shape[2]
+    begin = row.first_page * page_size
+    num_keys = row.num_keys(page_size)
+    key = pages.keys[:, table].flatten(1, 2)[:, :num_keys]
+    value = pages.values[:, table].flatten(1, 2)[:, :num_keys]
+    groups = call.query.shape[1] // key.shape[0]
+    query_at = torch.arange(row.position, row.position + row.length, device=key.device)[:, None]
+    key_at = torch.arange(begin, begin + num_keys, device=key.device)[None]
+    seen = key_at <= query_at
+    if window is not None:
+        seen &= key_at > query_at - window
+    bias = torch.zeros(seen.shape, device=key.device).masked_fill_(~seen, float("-inf"))
+    return attend_plainly(
+        call.query[row.start : row.start + row.length].transpose(0, 1),
+        key.repeat_interleave(groups, dim=0),
+        value.repeat_interleave(groups, dim=0),
+        bias,
+        call,
+        None if call.sinks is None else call.sinks[:, None, None],
+    )

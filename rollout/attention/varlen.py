@@ -1,6 +1,6 @@
 """torch's own paged attention, ``torch.nn.attention.varlen.varlen_attn``: flash kernels, no package.
 
-Known of the kernels behind it (torch 2.12 and 2.13) and minded here:
+Known of the kernels behind it (as of torch 2.13) and minded here:
 
 - By default they are flash attention 2, whose tables need pages of 256 tokens or a multiple. With
   ``torch.nn.attention.activate_flash_attention_impl("FA3")`` any page size will do.

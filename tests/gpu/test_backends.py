@@ -36,7 +36,8 @@ ROWS = {
         Shape(130, 129, 1),
     ],
 }
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 1e-2}
+SHARPNESS = 4.0  # of the scores' distribution: few keys of a row count, so other keys are another answer
 
 
 @pytest.fixture(params=["varlen", "flash"])
@@ -98,7 +99,7 @@ def test_the_kernel_computes_what_the_slow_twin_does(
         torch.randn(tokens, heads, head_dim, generator=draw, device=DEVICE).to(dtype)
         for heads in (num_heads, num_kv_heads, num_kv_heads)
     )
-    scaling = head_dim**-0.5
+    scaling = SHARPNESS * head_dim**-0.5
     call = AttentionCall(query=query, key=key, value=value, scaling=scaling, softcap=None, sinks=None)
     exact = AttentionCall(
         query=query.float(), key=key.float(), value=value.float(), scaling=scaling, softcap=None, sinks=None
