@@ -3,6 +3,7 @@
 import copy
 import io
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,38 @@ def test_a_persistent_manager_is_found_again() -> None:
         assert again is first and again.get_result(again.add_request([6]), timeout=SECONDS).error is None
     model.destroy_cached_continuous_batching_manager()
     assert model.init_continuous_batching(GREEDY) is not first
+
+
+def test_a_kept_manager_that_was_used_up_is_forgotten() -> None:
+    model = attached()
+    managers = []
+    for keep in (True, False, False, True):
+        with model.continuous_batching_context_manager(GREEDY, persistent_manager=keep) as manager:
+            assert manager.get_result(manager.add_request([5]), timeout=SECONDS).error is None
+        managers.append(manager)
+    assert managers[0] is managers[1] and len(set(map(id, managers))) == 3
+
+
+def test_a_kept_manager_is_not_given_out_while_it_runs() -> None:
+    model = attached()
+    with model.continuous_batching_context_manager(GREEDY, persistent_manager=True):
+        pass
+    with model.continuous_batching_context_manager(GREEDY, persistent_manager=True) as outer:
+        with model.continuous_batching_context_manager(GREEDY) as inner:
+            assert inner is not outer and inner.engine is not outer.engine
+        assert outer.get_result(outer.add_request([5]), timeout=SECONDS).error is None
+
+
+def test_two_managers_of_a_model_do_not_share_an_engine() -> None:
+    model = attached()
+    managers = [model.init_continuous_batching(GREEDY) for _ in range(2)]
+    for manager in managers:
+        manager.start()
+    ids = [(manager, manager.add_request([5, i])) for i in range(6, 9) for manager in managers]
+    outputs = [manager.get_result(each, timeout=SECONDS) for manager, each in ids]
+    assert all(output.error is None for output in outputs)
+    rollout.detach(model)
+    assert not any(manager.is_running() for manager in managers)
 
 
 def test_a_kept_manager_takes_another_generation_config_and_hinders_no_batch() -> None:
@@ -223,6 +256,50 @@ def test_without_a_seed_draws_follow_torchs_and_no_two_calls_draw_the_same() -> 
     assert drawn(7, 1, 8) == drawn(7, 2, 8) != first[:1]
 
 
+def test_without_a_config_draws_follow_torchs_seed_too() -> None:
+    def draw(torch_seed: int) -> list[list[int]]:
+        torch.manual_seed(torch_seed)
+        model = attached()
+        configs = [None, {"page_size": 8}, None, {}]
+        return [
+            output.generated_tokens
+            for config in configs
+            for output in model.generate_batch(
+                [[5]], generation_config=DRAWN, continuous_batching_config=config
+            ).values()
+        ]
+
+    assert draw(1) == draw(1) != draw(2)
+    assert len(set(map(tuple, draw(1)))) == 4
+
+
+def test_a_batch_larger_than_the_queue_and_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = attached().generate_batch(
+        PROMPTS,
+        generation_config=GREEDY,
+        continuous_batching_config=ContinuousBatchingConfig(max_queue_size=2),
+        progress_bar=True,
+    )
+    assert len(outputs) == 3 and "3/3" in capsys.readouterr().err
+
+
+def test_prompts_of_a_batch_may_be_tensors_and_a_wrong_one_fails_alone() -> None:
+    outputs = attached().generate_batch(
+        [torch.tensor([5, 6]), "no tokenizer is there", []], generation_config=GREEDY, on_error="return"
+    )
+    good, text, empty = outputs.values()
+    assert good.error is None and good.prompt_ids == [5, 6]
+    assert "tokenizer" in text.error and "empty" in empty.error
+
+
+def test_a_config_is_refused_before_anything_is_queued() -> None:
+    model = attached()
+    with pytest.raises(ValueError, match="not offered here: num_beams=2"):
+        model.init_continuous_batching(GenerationConfig(num_beams=2))
+    with pytest.raises(ValueError, match="prompt has 3 tokens and max_length=2 leaves none"):
+        model.generate_batch([[5], [5, 6, 7]], generation_config=GenerationConfig(max_length=2))
+
+
 # ---- generation config
 
 
@@ -231,11 +308,20 @@ def params(**fields: object) -> SamplingParams:
     return params_from(config, prompt_len=10, position_limit=100, device=torch.device("cpu"))
 
 
+REFUSED = set(
+    """assistant_early_exit assistant_ensemble_weight constraints dola_layers force_words_ids forced_bos_token_id
+    max_time output_attentions output_hidden_states output_logits output_scores prompt_lookup_num_tokens
+    remove_invalid_values return_dict_in_generate speculation_type token_healing top_h use_mtp
+    watermarking_config""".split()
+)
+
+
 def test_every_field_of_the_config_is_placed() -> None:
     """A field that transformers adds must be looked at: honoured, without effect, or refused."""
     names = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
-    assert HONOURED | NO_EFFECT <= names | {"transformers_version"}
-    assert not HONOURED & NO_EFFECT and not (HONOURED | NO_EFFECT) & set(NEUTRAL)
+    assert names == HONOURED | NO_EFFECT | set(NEUTRAL) | REFUSED
+    placed = [HONOURED, NO_EFFECT, set(NEUTRAL), REFUSED]
+    assert sum(map(len, placed)) == len(set().union(*placed)), "in two places"
 
 
 def test_fields_become_parameters() -> None:
@@ -276,6 +362,14 @@ def test_what_is_not_offered_is_refused_by_name(fields: dict[str, object]) -> No
         params(do_sample=True, **fields)
 
 
+def test_wrong_combinations_are_refused() -> None:
+    with pytest.raises(ValueError, match="sequence_bias comes before repetition_penalty"):
+        params(sequence_bias=[[[5], 2.0]], repetition_penalty=1.2)
+    with pytest.raises(ValueError, match="raises the EOS token; set eos_token_id"):
+        params(exponential_decay_length_penalty=(3, 1.5), eos_token_id=-1)
+    assert params(eos_token_id=[-2, 4]).stop_token_ids == (4,)
+
+
 def test_transformers_processors_serve_where_we_have_no_field() -> None:
     config = GenerationConfig(max_new_tokens=20, no_repeat_ngram_size=1, eos_token_id=-1)
     (output,) = attached().generate_batch([[5, 6]], generation_config=config).values()
@@ -283,3 +377,43 @@ def test_transformers_processors_serve_where_we_have_no_field() -> None:
     config = GenerationConfig(max_new_tokens=5, forced_eos_token_id=3, eos_token_id=3, bad_words_ids=[[40]])
     (output,) = attached().generate_batch([[5, 6]], generation_config=config).values()
     assert output.generated_tokens[-1] == 3 and output.completion.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"begin_suppress_tokens": [0]},
+        {"sequence_bias": [[[0], -50.0]]},
+        {"repetition_penalty": 0.1},
+        {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 1},
+        {"suppress_tokens": [0]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_fields_do_what_they_do_in_transformers_generate(fields: dict[str, Any]) -> None:
+    """Against the model's own ``generate``; id 0 stands for the first greedy token."""
+    model = attached()
+    (plain,) = model.generate_batch([[5, 6, 7]], generation_config=GREEDY).values()
+    first, second = plain.generated_tokens[:2]
+    names = {0: first, 1: second}
+    given = {
+        "begin_suppress_tokens": lambda: [first],
+        "sequence_bias": lambda: [[[first], -50.0]],
+        "suppress_tokens": lambda: [first],
+        "eos_token_id": lambda: names[1],
+    }
+    config = GenerationConfig(
+        max_new_tokens=6, **{name: given.get(name, lambda v=value: v)() for name, value in fields.items()}
+    )
+    config.eos_token_id = config.eos_token_id if "eos_token_id" in fields else -1
+    (output,) = model.generate_batch([[5, 6, 7]], generation_config=config).values()
+    config.pad_token_id = 0
+    theirs = TINY_MODELS["llama"]().generate(torch.tensor([[5, 6, 7]]), generation_config=config)
+    assert output.generated_tokens == theirs[0, 3:].tolist()
+    assert output.generated_tokens != plain.generated_tokens
+
+
+def test_forced_eos_comes_at_the_requests_own_length() -> None:
+    config = GenerationConfig(max_new_tokens=9, forced_eos_token_id=3, eos_token_id=3)
+    (output,) = attached().generate_batch([[5, 6]], generation_config=config, max_new_tokens=4).values()
+    assert len(output.generated_tokens) == 4 and output.generated_tokens[-1] == 3
