@@ -309,7 +309,8 @@ def params(**fields: object) -> SamplingParams:
 
 
 REFUSED = set(
-    """assistant_early_exit assistant_ensemble_weight constraints dola_layers force_words_ids forced_bos_token_id
+    """assistant_early_exit assistant_ensemble_weight constraints dola_layers force_words_ids
+    forced_bos_token_id
     max_time output_attentions output_hidden_states output_logits output_scores prompt_lookup_num_tokens
     remove_invalid_values return_dict_in_generate speculation_type token_healing top_h use_mtp
     watermarking_config""".split()
