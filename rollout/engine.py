@@ -120,6 +120,8 @@ class RolloutEngine:
         self._ranks.note("RolloutEngine(config)", replace(self.config, seed=0).changed())
         with engine_mode(), self._ranks.lockstep():
             self._weights.update()
+            # ranks plan alike only if their pages are: their backends and their shards must be
+            self._ranks.note("pages", self._cache.page_size, self._plan.layout.page_bytes(1))
             self._meet("building the engine")
 
     @property
@@ -371,7 +373,7 @@ class RolloutEngine:
         ours = {request_id: n for request_id, n in wanted if request_id not in done}
         missing = sum(ours.values())
         others: list[Completion] = []
-        with tqdm(total=missing, disable=not progress, unit="seq") as bar:
+        with tqdm(total=missing, disable=not (progress and self._ranks.is_driver), unit="seq") as bar:
             try:
                 while missing:
                     self._advance()

@@ -48,7 +48,8 @@ class ContinuousBatchingManager:
     For a model that is divided among ranks (``DistributedConfig(tp_size=N)``) every rank has a manager, and
     starts it. Rank 0 drives: its requests are computed and answered on all ranks. Another rank may add the
     same ones, if the same script runs there, and gets the outputs; one that rank 0 does not add fails
-    after ``cpu_group_timeout``. Any rank may cancel, pause and stop, for all.
+    after ``cpu_group_timeout``. Any rank may cancel, pause and stop, for all. Outputs wait on every rank
+    until somebody there takes them.
 
     Args:
         engine: used by the loop's thread alone from :meth:`start` to the end of :meth:`stop`. One manager

@@ -6,8 +6,10 @@ through ranks that differ, are stuck, and die. ``FOLDER`` holds a checkpoint per
 
 import json
 import os
+import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -279,6 +281,39 @@ def see_pauses(manager: ContinuousBatchingManager, model: PreTrainedModel) -> di
     return seen
 
 
+def see_chaos(model: PreTrainedModel) -> dict[str, Any]:
+    """The same script on both ranks at different speeds, while threads of both cancel and pause."""
+    rank, plan = dist.get_rank(), random.Random(0)
+    rng, done = random.Random(rank + 1), threading.Event()
+    engine = make(model, num_blocks=40, max_batch_tokens=64, cpu_offload_space=0.01)
+    manager = ContinuousBatchingManager(engine)
+    manager.start()
+    prompts = [[plan.randrange(1, 90) for _ in range(plan.choice([1, 3, 9, 20]))] for _ in range(30)]
+
+    def disturb() -> None:
+        while not done.is_set():
+            time.sleep(rng.random() * 0.02)
+            manager.cancel_request(f"r{rng.randrange(200)}")
+            if rng.random() < 0.3:
+                with manager.pause():
+                    time.sleep(rng.random() * 0.02)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    for i, prompt in enumerate(prompts):
+        time.sleep(rng.random() * 0.01)
+        manager.add_request(prompt, request_id=f"r{i}", max_new_tokens=5 + i % 20, n=1 + i % 2, seed=i)
+    names = [name for i in range(30) for name in [f"r{i}", f"r{i}__child#0"][: 1 + i % 2]]
+    outputs = [row(manager.get_result(name, timeout=SECONDS)) for name in names]
+    done.set()
+    thread.join()
+    barrier()
+    manager.stop(timeout=SECONDS)
+    manager.destroy()
+    engine.check()
+    return {"outputs": outputs, "after": rows(engine.generate(PROMPTS, GREEDY))}
+
+
 def timeout_of(ranks: Ranks) -> float:
     """Seconds after which the group of these ranks gives up, as torch has it."""
     assert isinstance(ranks, TensorParallelRanks)
@@ -337,6 +372,7 @@ def together(folder: Path) -> dict[str, Any]:
     seen["crowd"] = see_crowd(model, load(folder, "llama_wide", tp_size=1))
     seen["draws"] = see_draws(model)
     seen["manager"] = see_manager(model)
+    seen["chaos"] = see_chaos(model)
     seen["guide"] = see_guide(folder)
     return seen
 
@@ -372,12 +408,12 @@ def apart(folder: Path, out: Path) -> dict[str, Any]:
         seen["failed"] = caught(lambda: engine.generate([[5, 6]], GREEDY))
     barrier()
     # one is stuck in the middle of a step
-    engine = make(model, cpu_group_timeout=3.0)
+    engine = make(model, cpu_group_timeout=2.0)
     if rank == 1:
         original = rollout.engine.forward
 
         def stuck(*args: Any) -> Any:
-            time.sleep(8.0)
+            time.sleep(6.0)
             return original(*args)
 
         rollout.engine.forward = stuck
