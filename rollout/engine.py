@@ -1,6 +1,7 @@
 """The engine: requests in, completions with logprobs out, on the trainer's own weights.
 
-A step is five calls in order: ``plan -> build -> forward -> draw -> commit``. Everything happens in the
+A step is five calls in order: ``plan -> build -> forward -> draw -> commit``; with asynchronous batching
+the first four of the next step come before the last of this one. Everything happens in the
 caller's thread, under the caller's autocast. This room wires the others together and keeps the
 promises that need all of them: a change of weights is noticed before a token is drawn, a request's
 fault stays in that request, and nothing of the trainer's model is touched.
@@ -15,11 +16,13 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from rollout.ahead import Flight, carry_over, places_held
 from rollout.attention import AttentionBackend, make_backend
 from rollout.batch import build_batch
 from rollout.capacity import CapacityPlanner
 from rollout.commit import commit
 from rollout.config import EngineConfig
+from rollout.execution import StepExecutor
 from rollout.fused import fuse_layers, unfuse_layers
 from rollout.kv_cache import KVCache
 from rollout.meter import Meter
@@ -28,11 +31,12 @@ from rollout.packing import PackedLinears
 from rollout.probe import ModelPlan, eos_token_ids, position_limit, probe, single_device
 from rollout.requests import Prompt, Repeats, RequestBuilder, params_per_prompt, refused_completions
 from rollout.results import Progress, RolloutBatch, raise_failures, warn_when_truncated
-from rollout.runner import engine_mode, forward, set_attention
-from rollout.sampling import SamplingRow, draw
+from rollout.runner import engine_mode, set_attention
+from rollout.sampling import SamplingRow, launch_draw
 from rollout.scheduler import Scheduler
 from rollout.scoring import score_sequences
 from rollout.sequence import Sequence as Sample
+from rollout.sequence import StepPlan
 from rollout.tables import PageTables
 from rollout.types import (
     MAX_SEED,
@@ -81,13 +85,15 @@ class RolloutEngine:
         self._model = model
         self._base = base_model_of(model)
         self._tokenizer = tokenizer
-        self._packed = PackedLinears(self.config.pack_weights)
+        self._executor = StepExecutor(self.config)
+        self._packed = PackedLinears(False if self._executor.is_compiling else self.config.pack_weights)
         seed = secrets.randbelow(MAX_SEED) if self.config.seed is None else self.config.seed
         self._requests = RequestBuilder(tokenizer, seed=seed, rank=_rank())
         self._finished: list[Completion] = []
         self._meter = Meter()
         self._is_sized = False  # whether the cache was sized since the last request came
         self._is_noticed = False  # whether a call has compared the weights before its first step
+        self._flight: Flight | None = None  # a step launched ahead, whose plan is not committed
         self._weights = WeightTracker(model, prepare=self._prepare_view)
         self._device = single_device(model)
         self._autocast: torch.dtype | None
@@ -271,6 +277,8 @@ class RolloutEngine:
 
         The next step takes memory again. Requests in flight are kept and computed again.
         """
+        self._forget_flight()
+        self._executor.drop()
         self._cache.release()
         self._is_sized = False
         self._capacity.renew()
@@ -343,41 +351,82 @@ class RolloutEngine:
                 self._is_noticed = False
                 self._step()
             except Exception as cause:
+                self._forget_flight()
                 error = RuntimeError(f"the step failed with {type(cause).__name__}: {cause}")
                 error.__cause__ = cause
                 self._scheduler.finish_all(self._scheduler.live(), FinishReason.ERROR, error)
                 self._scheduler.tables.start_version(self.weight_version)
             except BaseException:  # interrupted: what was planned is not computed
+                self._forget_flight()
                 self._scheduler.change_weights(self.weight_version, "recompute")
                 raise
 
     def _step(self) -> None:
-        with self._meter.stage("schedule"):
-            self._ensure_capacity()
-            plan = self._scheduler.plan()
-        if plan is None:
-            return
+        flight, self._flight = self._flight, None
+        if flight is None:
+            with self._meter.stage("schedule"):
+                self._ensure_capacity()
+                plan = self._scheduler.plan()
+            if plan is None:
+                return
+            flight = self._launch(plan)
+        self._scheduler.commit(flight.plan)
+        try:
+            if self._executor.is_ahead:
+                self._flight = self._launch_ahead(flight)
+        finally:  # whatever became of the next step, this one has been computed
+            self._land(flight)
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """The step after ``flight``, if it can be planned without its tokens."""
+        rows = (_sampling_row(sequence) for sequence in self._scheduler.running)
+        if not self._is_sized or any(row.needs_ids for row in rows):
+            return None
+        with places_held(flight, self._requests.position_limit) as ending:
+            with self._meter.stage("schedule"):
+                plan = self._scheduler.plan_ahead(ending)
+            return None if plan is None else self._launch(plan, flight)
+
+    def _launch(self, plan: StepPlan, before: Flight | None = None) -> Flight:
+        """Build, forward and draw; ``before`` is the flight whose tokens the plan has no numbers of."""
         self._meter.count_step(num_tokens=plan.num_tokens, pages_held=self._scheduler.tables.num_held)
-        layout = self._plan.layout
+        layout, is_recorded = self._plan.layout, self._executor.records(plan)
         with self._meter.stage("build"):
             batch = build_batch(
                 plan,
                 page_size=self.config.page_size,
                 windows=layout.windows,
                 dtype=layout.dtype,
-                device=self._device,
-                masks=self._backend.needs_masks,
+                device=torch.device("cpu") if is_recorded else self._device,
+                masks=self._backend.needs_masks and not is_recorded,
             )
+            fill = None if before is None else carry_over(before, batch, self._plan.vocab_size)
         self._packed.take_seconds()  # those before were counted where they were spent
         with self._meter.stage("forward"):
-            logits = forward(self._weights.view, self._plan, batch, self._cache, self._backend)
+            logits = self._executor.forward(batch, self._cache, fill)
         self._meter.move(self._packed.take_seconds(), "forward", "weights")  # made when first used
         drawing = plan.drawing()
         with self._meter.stage("sample"):
             rows = [_sampling_row(sequence) for sequence in drawing]
-            drawn = draw(logits, rows, batch.logit_rows, self._kernels) if drawing else ()
+            draws = launch_draw(logits, rows, batch.logit_rows, self._kernels) if drawing else None
+        return Flight(plan=plan, drawing=tuple(drawing), draws=draws, version=self.weight_version)
+
+    def _land(self, flight: Flight) -> None:
+        """Read the tokens of a launched step and take them over."""
+        with self._meter.stage("sample"):
+            drawn = () if flight.draws is None else flight.draws.results()
         with self._meter.stage("commit"):
-            commit(self._scheduler, plan, drawing, drawn, self.weight_version, self._requests.position_limit)
+            limit = self._requests.position_limit
+            late = commit(self._scheduler, flight.drawing, drawn, flight.version, limit)
+            self._meter.count_discarded(late)
+            if self._flight is not None and not self._scheduler.confirm(self._flight.plan):
+                self._forget_flight()  # all of its sequences have ended
+
+    def _forget_flight(self) -> None:
+        """Throw away what was launched ahead: its tokens are drawn again where they are still wanted."""
+        if self._flight is not None:
+            self._meter.count_discarded(len(self._flight.drawing))
+            self._flight = None
 
     def _ensure_capacity(self) -> None:
         if self._is_sized:
@@ -409,6 +458,7 @@ class RolloutEngine:
 
     def _enter_version(self) -> None:
         """Let go of all that belongs to older weights, then tell the hooks."""
+        self._forget_flight()
         torch.clear_autocast_cache()  # autocast keeps casts of weights as long as it is entered
         self._packed.version = self.weight_version
         self._scheduler.change_weights(self.weight_version, self.config.on_weight_change)
@@ -432,10 +482,11 @@ class RolloutEngine:
         with self._packed.watching():
             plan = probe(view, config, self._device)
         self._backend = make_backend(self.config.attn_implementation, plan.layout, self._kernels)
-        if self._kernels is not None:
+        if self._kernels is not None and not self._executor.is_compiling:
             fuse_layers(view, self._kernels, self._device, position_limit(config))
         is_same = not is_first and plan.layout == self._plan.layout
         self._plan = plan
+        self._executor.renew(view, plan, self._backend, position_limit(config))
         self._requests.renew(
             vocab_size=plan.vocab_size,
             position_limit=position_limit(config),
@@ -443,7 +494,8 @@ class RolloutEngine:
         )
         if not is_same:
             self._is_sized = False
-            self._cache = KVCache(plan.layout, self.config.page_size)
+            has_scrap = self._executor.is_recording
+            self._cache = KVCache(plan.layout, self.config.page_size, has_scrap=has_scrap)
             self._capacity = CapacityPlanner(self.config, plan.layout, position_limit(config))
         if is_first:
             self._scheduler = Scheduler(self.config, self._empty_tables())

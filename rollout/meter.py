@@ -50,6 +50,10 @@ class Meter:
         self._counts["computed"] += num_tokens
         self._peak_pages = max(self._peak_pages, pages_held)
 
+    def count_discarded(self, num_tokens: int) -> None:
+        """Count tokens that were drawn for nothing."""
+        self._counts["discarded"] += num_tokens
+
     def metrics(
         self,
         completions: Sequence[Completion],
@@ -68,6 +72,7 @@ class Meter:
             generated_tokens=sum(len(c.token_ids) for c in completions),
             computed_tokens=self._counts["computed"],
             cached_tokens=sum(c.cached_tokens for c in completions),
+            discarded_tokens=self._counts["discarded"],
             num_steps=self._counts["steps"],
             num_preemptions=sum(c.num_preemptions for c in completions),
             peak_pages=self._peak_pages,

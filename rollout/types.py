@@ -280,6 +280,8 @@ class RolloutMetrics:
     """Tokens that went through the model, recomputation after preemption included."""
     cached_tokens: int
     """Prompt tokens taken from shared pages instead of computed."""
+    discarded_tokens: int
+    """Tokens drawn ahead for sequences that had ended meanwhile, or under weights that changed."""
     num_steps: int
     num_preemptions: int
     peak_pages: int

@@ -49,6 +49,7 @@ def make_backend(name: str, layout: CacheLayout, kernels: Kernels | None) -> Att
     return SdpaAttention()
 
 
+@torch.compiler.disable
 def paged_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -59,6 +60,8 @@ def paged_attention(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attention function of transformers' interface: ``query [1, N, T, H] -> [1, T, N, H]``.
+
+    ``torch.compile`` breaks its graph here: what the step's object holds is never traced or guarded.
 
     Raises:
         RuntimeError: the model did not pass the engine's keyword on to its attention layers.

@@ -34,9 +34,14 @@ class AttentionCall:
 class AttentionBackend(Protocol):
     """Computes one layer's attention from the pages."""
 
+    name: str
+    """Its name in the table of backends."""
     needs_masks: bool
     """Whether decode rows come in buckets of similar length with a bias each; else all in one
     bucket, with the range of keys that each row sees."""
+    is_recordable: bool
+    """Whether attending decode rows reads nothing but tensors of the bucket and never waits for the
+    device, so that it can be recorded once and replayed on other numbers."""
 
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """Write the call's keys and values to the batch's slots, then attend: ``[T, N, H]`` (the value's

@@ -11,7 +11,9 @@ from rollout.kv_cache import LayerPages
 class EagerAttention:
     """Attention without buckets, padding or fused kernels; see ``AttentionBackend``."""
 
+    name = "eager"
     needs_masks = False
+    is_recordable = False  # the rows' pages are lists
 
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """See ``AttentionBackend``."""

@@ -17,7 +17,9 @@ from rollout.native import HEAD_DIMS, KINDS, Kernels
 class NativeAttention:
     """Attention by compiled kernels; see ``AttentionBackend``."""
 
+    name = "native"
     needs_masks = False
+    is_recordable = True
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

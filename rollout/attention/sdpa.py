@@ -20,7 +20,9 @@ from rollout.kv_cache import LayerPages
 class SdpaAttention:
     """Attention by buckets of similar rows; see ``AttentionBackend``."""
 
+    name = "sdpa"
     needs_masks = True
+    is_recordable = True
 
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """See ``AttentionBackend``."""

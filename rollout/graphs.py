@@ -1,0 +1,376 @@
+"""Recorded decode steps: one recording per padded size, replayed on static tensors.
+
+A step in which every row adds one token is padded to a multiple of so many rows and so many keys per
+row, so that few sizes occur. The first step of a size runs as usual and is then recorded; later ones
+copy their numbers into the recording's tensors and replay it::
+
+    plan -> batch on the host -> one upload into the static tensors -> replay -> logits[:rows]
+
+Rows that only fill up have a table, a slot and a key in the scrap page, which nobody reads. What moves
+pages is not recorded: it comes before, at its own size. Recordings read parameters and pages where they
+lie, so weights may change in place; when the view, the cache's tensors, the attention or the autocast
+become others, all are dropped.
+
+Letters: R rows of a recording, W page-table width of a layer group, G layer groups, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from rollout.attention import AttentionBackend
+from rollout.batch import Bucket, BucketKind, GroupBatch, StepBatch
+from rollout.kv_cache import KVCache
+from rollout.probe import ModelPlan
+from rollout.runner import move_pages, run_model
+from rollout.transfer import refill
+
+Run = Callable[[], None]
+
+
+class GraphBackend(Protocol):
+    """Records work on a device."""
+
+    def capture(self, run: Run) -> Run:
+        """Record what ``run`` does; calling the result does it again on the same addresses.
+
+        ``run`` has been run before, and may be run again by this. It allocates no tensor that
+        outlives it and reads nothing from the host that may change.
+        """
+
+
+class CudaGraphs:
+    """Records by CUDA graphs, all in one memory pool: they are replayed one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def capture(self, run: Run) -> Run:
+        """See ``GraphBackend``."""
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                run()  # libraries set themselves up on the recording's stream, which can't be recorded
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # other threads (the trainer's, a data loader's) may go on using the device meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                run()
+            self._pool = graph.pool()
+        replay: Run = graph.replay
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """The size of a recording."""
+
+    rows: int
+    widths: tuple[int, ...]
+    """Pages per row, of each layer group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSizes:
+    """Which sizes are recorded."""
+
+    row_interval: int
+    """Rows are padded to a multiple of this."""
+    key_interval: int
+    """Keys per row are padded to a multiple of this."""
+    page_size: int
+    position_limit: int
+    """Tokens of a sequence at the most, beyond which no keys are padded to."""
+
+    def key_of(self, batch: StepBatch) -> GraphKey:
+        """The size of a decode-only batch that was built without masks."""
+        return self.key(len(batch.packed_rows), [_only_bucket(g).table_width for g in batch.groups])
+
+    def key(self, rows: int, widths: Sequence[int]) -> GraphKey:
+        """The size that holds ``rows`` with tables of ``widths`` pages.
+
+        Example::
+
+            sizes = GraphSizes(row_interval=64, key_interval=16384, page_size=32, position_limit=8192)
+            sizes.key(70, [3])          # GraphKey(rows=128, widths=(256,)): 8192 keys
+        """
+        longest = -(-self.position_limit // self.page_size)
+        padded = [self._round_up(width * self.page_size, self.key_interval) for width in widths]
+        return GraphKey(
+            rows=self._round_up(rows, self.row_interval),
+            widths=tuple(
+                max(width, min(longest, -(-keys // self.page_size)))
+                for width, keys in zip(widths, padded, strict=True)
+            ),
+        )
+
+    @staticmethod
+    def _round_up(count: int, interval: int) -> int:
+        return -(-count // interval) * interval
+
+
+class StaticStep:
+    """The tensors that a recording reads, all parts of one, so that a step fills them by one copy."""
+
+    def __init__(
+        self,
+        key: GraphKey,
+        windows: Sequence[int | None],
+        scrap_pages: Sequence[int],
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        self._key = key
+        rows, widths = key.rows, key.widths
+        self._sizes = [rows, rows, rows, *(size for w in widths for size in (rows, rows * w, 2 * rows))]
+        self._blank = np.zeros(sum(self._sizes), dtype=np.int64)
+        _, _, _, *parts = self._split(self._blank)
+        for scrap, slots, pages, seen in zip(scrap_pages, parts[::3], parts[1::3], parts[2::3], strict=True):
+            slots[:] = scrap * page_size + np.arange(rows) % page_size
+            pages.reshape(rows, -1)[:, 0] = scrap
+            seen.reshape(rows, 2)[:, 1] = 1
+        self._all = torch.from_numpy(self._blank).to(device, copy=True)
+        ids, positions, index, *tensors = self._all.split(self._sizes)
+        self.batch = StepBatch(
+            input_ids=ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            logit_index=index,
+            logit_rows=(),
+            packed_rows=(),
+            row_starts=(),
+            groups=tuple(
+                _static_group(rows, window, slots, pages, seen)
+                for window, slots, pages, seen in zip(
+                    windows, tensors[::3], tensors[1::3], tensors[2::3], strict=True
+                )
+            ),
+        )
+        """The tensors as a step of R rows, all of which draw."""
+
+    def load(self, batch: StepBatch) -> None:
+        """Take over a batch on the host; what it does not fill is padding, whatever was there before."""
+        rows = len(batch.packed_rows)
+        new = self._blank.copy()
+        ids, positions, index, *parts = self._split(new)
+        ids[:rows] = batch.input_ids.numpy()[0]
+        positions[:rows] = batch.position_ids.numpy()[0]
+        index[: len(batch.logit_index)] = batch.logit_index.numpy()
+        for g, group in enumerate(batch.groups):
+            slots, pages, seen = parts[3 * g : 3 * g + 3]
+            bucket = _only_bucket(group)
+            assert bucket.pages is not None and bucket.seen is not None
+            slots[:rows] = group.slots.numpy()
+            table = pages.reshape(self._key.rows, -1)[:rows]
+            table[:] = 0  # the null page, where the row's own table ends
+            table[:, : bucket.table_width] = bucket.pages.numpy().reshape(rows, -1)
+            seen.reshape(self._key.rows, 2)[:rows] = bucket.seen.numpy()
+        refill(self._all, torch.from_numpy(new))
+
+    def _split(self, flat: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+        return np.split(flat, np.cumsum(self._sizes)[:-1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """One size's tensors and how to run it on them."""
+
+    static: StaticStep
+    logits: Tensor
+    """[R, V], where a replay leaves them; shared by all sizes."""
+    replay: Run
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surroundings:
+    """What a recording was made with and holds addresses of."""
+
+    view: nn.Module
+    plan: ModelPlan
+    cache: KVCache
+    attention: AttentionBackend
+    cache_epoch: int = field(init=False)
+    autocast: torch.dtype | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        kind = self.cache.layout.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        object.__setattr__(self, "cache_epoch", self.cache.epoch)
+        object.__setattr__(self, "autocast", autocast)
+
+    def is_same(self, other: "Surroundings | None") -> bool:
+        """Whether recordings made with one are good for the other."""
+        return (
+            other is not None
+            and self.view is other.view
+            and self.plan is other.plan
+            and self.cache is other.cache
+            and self.attention is other.attention
+            and (self.cache_epoch, self.autocast) == (other.cache_epoch, other.autocast)
+        )
+
+
+class DecodeGraphs:
+    """Runs decode-only steps, recording each size when it first comes.
+
+    Example::
+
+        graphs = DecodeGraphs(CudaGraphs(device), sizes)
+        logits = graphs.run(Surroundings(view, plan, cache, attention), batch)   # batch on the host
+        graphs.drop()                    # memory of the recordings goes back
+    """
+
+    def __init__(self, backend: GraphBackend, sizes: GraphSizes) -> None:
+        self.sizes = sizes
+        self._backend = backend
+        self._made_with: Surroundings | None = None
+        self._recorded: dict[GraphKey, Recorded] = {}
+        self._logits: Tensor | None = None
+        self.num_recorded = 0
+        """Recordings made so far."""
+        self.num_replayed = 0
+        """Steps that were replayed so far."""
+        self.failure: Exception | None = None
+        """Why a size could not be recorded, if one could not; that step itself was run."""
+
+    @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        """The sizes that are recorded now."""
+        return tuple(self._recorded)
+
+    def run(
+        self, around: Surroundings, batch: StepBatch, fill: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        """Logits ``[D, V]`` of the rows that draw; good until the next run.
+
+        Args:
+            around: what the step runs with.
+            batch: of decode rows alone, built on the host without masks.
+            fill: writes tokens that only the device knows yet into the input ids ``[1, R]``.
+        """
+        if not around.is_same(self._made_with):
+            self.drop()
+            self._made_with = around
+        move_pages(batch, around.cache)
+        key = self.sizes.key_of(batch)
+        recorded = self._recorded.get(key)
+        static = recorded.static if recorded is not None else self._static(key, around)
+        static.load(batch)
+        if fill is not None:
+            fill(static.batch.input_ids)
+        if recorded is not None:
+            recorded.replay()
+            self.num_replayed += 1
+            logits = recorded.logits
+        else:
+            logits = self._record(key, static, around)
+        return logits[: len(batch.logit_index)]
+
+    def record(self, around: Surroundings, key: GraphKey) -> None:
+        """Record a size ahead of its first step, on rows that are all padding."""
+        if not around.is_same(self._made_with):
+            self.drop()
+            self._made_with = around
+        if key not in self._recorded:
+            self._record(key, self._static(key, around), around)
+
+    def drop(self) -> None:
+        """Forget every recording; its memory goes back."""
+        self._recorded, self._made_with, self._logits = {}, None, None
+
+    def _static(self, key: GraphKey, around: Surroundings) -> StaticStep:
+        cache = around.cache
+        layout = cache.layout
+        return StaticStep(key, layout.windows, cache.scrap_pages, cache.page_size, layout.device)
+
+    def _record(self, key: GraphKey, static: StaticStep, around: Surroundings) -> Tensor:
+        """Run the static step now, and record it for the next time."""
+
+        def run() -> Tensor:
+            with _uncached_autocast(around.cache.layout.device.type):
+                batch = static.batch
+                if around.attention.needs_masks:
+                    batch = _with_masks(batch, around.cache)
+                return run_model(around.view, around.plan, batch, around.cache, around.attention)
+
+        first = run()
+        if self._logits is None or len(self._logits) < key.rows:
+            self._logits = torch.empty_like(first)  # recordings made before keep theirs
+        logits = self._logits[: key.rows]
+
+        def run_into_place() -> None:
+            logits.copy_(run())
+
+        try:
+            replay = self._backend.capture(run_into_place)
+        except Exception as error:  # whatever the model's or the attention's code does under recording
+            self.failure = error
+        else:
+            self._recorded[key] = Recorded(static, logits, replay)
+            self.num_recorded += 1
+        return first
+
+
+def graph_backend(device: torch.device) -> GraphBackend | None:
+    """What records work on a device, if anything does."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
+def _only_bucket(group: GroupBatch) -> Bucket:
+    (bucket,) = group.buckets
+    assert bucket.kind is BucketKind.DECODE
+    return bucket
+
+
+def _static_group(rows: int, window: int | None, slots: Tensor, pages: Tensor, seen: Tensor) -> GroupBatch:
+    bucket = Bucket(
+        kind=BucketKind.DECODE,
+        start=0,
+        end=rows,
+        num_rows=rows,
+        query_len=1,
+        pages=pages,
+        seen=seen.view(rows, 2),
+    )
+    return GroupBatch(
+        window=window,
+        slots=slots,
+        rows=(),
+        buckets=(bucket,),
+        copy_sources=None,
+        copy_targets=None,
+        fresh_pages=None,
+    )
+
+
+def _with_masks(batch: StepBatch, cache: KVCache) -> StepBatch:
+    """The same step with a bias made from ``seen`` on the device, for attention that needs one."""
+    groups = []
+    for group in batch.groups:
+        bucket = _only_bucket(group)
+        assert bucket.seen is not None
+        keys = torch.arange(bucket.table_width * cache.page_size, device=bucket.seen.device)
+        is_seen = (keys >= bucket.seen[:, :1]) & (keys < bucket.seen[:, 1:])
+        bias = torch.zeros(is_seen.shape, dtype=cache.layout.dtype, device=keys.device)
+        bias = bias.masked_fill_(~is_seen, float("-inf")).unsqueeze(1)  # [R, 1, C]
+        groups.append(dataclasses.replace(group, buckets=(dataclasses.replace(bucket, bias=bias),)))
+    return dataclasses.replace(batch, groups=tuple(groups))
+
+
+@contextmanager
+def _uncached_autocast(kind: str) -> Iterator[None]:
+    """Autocast, where it is on, without its cache of cast weights: a recording must cast them itself,
+    since they change and the cached casts go away."""
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
+    with torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False):
+        yield
