@@ -7,7 +7,9 @@ promises that need all of them: a change of weights is noticed before a token is
 fault stays in that request, and nothing of the trainer's model is touched.
 """
 
+import logging
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 
@@ -35,8 +37,8 @@ from rollout.runner import engine_mode, set_attention
 from rollout.sampling import SamplingRow, launch_draw
 from rollout.scheduler import Scheduler
 from rollout.scoring import score_sequences
+from rollout.sequence import Request, StepPlan
 from rollout.sequence import Sequence as Sample
-from rollout.sequence import StepPlan
 from rollout.tables import PageTables
 from rollout.types import (
     MAX_SEED,
@@ -45,8 +47,12 @@ from rollout.types import (
     FinishReason,
     RolloutMetrics,
     SamplingParams,
+    require_int,
 )
+from rollout.warmup import compile_steps
 from rollout.weights import WeightTracker, base_model_of
+
+logger = logging.getLogger("rollout")
 
 
 class RolloutEngine:
@@ -272,6 +278,38 @@ class RolloutEngine:
                 temperature,
             )
 
+    def warmup(self, *, num_requests: int | None = None, num_tokens: int | None = None) -> None:
+        """Compile and record what the settings ask for before the first request comes.
+
+        Where decode steps are recorded, the cache is made as large as so many sequences need, within
+        its bound: recordings hold its addresses, so growing later would drop them. Where nothing is
+        compiled or recorded, as by default on a CPU, this does nothing.
+
+        Args:
+            num_requests: sequences that will run together; ``None`` for ``max_requests_per_batch``.
+            num_tokens: tokens of a sequence at the most, its prompt included; ``None`` for the model's limit.
+        """
+        rows, tokens = self.config.resolved_max_requests, self.position_limit
+        if num_requests is not None:
+            require_int("num_requests", num_requests, low=1)
+            rows = min(rows, num_requests)
+        if num_tokens is not None:
+            require_int("num_tokens", num_tokens, low=1)
+            tokens = min(tokens, num_tokens)
+        if not (self._executor.is_compiling or self._executor.is_recording):
+            logger.info("warmup has nothing to do: no step is compiled or recorded on %s", self._device)
+            return
+        started = time.perf_counter()
+        with engine_mode():
+            self._notice_weights(thorough=False)
+            self._forget_flight()
+            limit = self.position_limit
+            compiled = compile_steps(self._executor, self._plan, self.config, limit, rows)
+            recorded = self._record_steps(rows, tokens)
+            self._executor.take_counts()  # told here, and no call's
+        seconds = time.perf_counter() - started
+        logger.info("warmup: %d steps compiled, %d recorded in %.1f s", compiled, recorded, seconds)
+
     def release_memory(self) -> None:
         """Give the cache and derived copies back (before a backward pass, say).
 
@@ -404,6 +442,8 @@ class RolloutEngine:
         self._packed.take_seconds()  # those before were counted where they were spent
         with self._meter.stage("forward"):
             logits = self._executor.forward(batch, self._cache, fill)
+        graphs = self._executor.take_counts()
+        self._meter.count_graphs(recorded=graphs.recorded, replayed=graphs.replayed)
         self._meter.move(self._packed.take_seconds(), "forward", "weights")  # made when first used
         drawing = plan.drawing()
         with self._meter.stage("sample"):
@@ -428,11 +468,23 @@ class RolloutEngine:
             self._meter.count_discarded(len(self._flight.drawing))
             self._flight = None
 
-    def _ensure_capacity(self) -> None:
+    def _record_steps(self, num_rows: int, num_tokens: int) -> int:
+        """Take the cache that so many sequences need, and record all sizes of decode steps up to them."""
+        if not self._executor.is_recording:
+            return 0
+        params = SamplingParams(max_new_tokens=max(1, num_tokens - 1), n=num_rows)
+        self._is_sized = False
+        self._ensure_capacity([self._requests.build([0], params)])
+        interval = self._executor.row_interval
+        widths = [1 for _ in self._plan.layout.groups]
+        return self._executor.record(self._cache, range(interval, num_rows + interval, interval), widths)
+
+    def _ensure_capacity(self, expected: Sequence[Request] = ()) -> None:
+        """Make room for what lives and, ahead of them, for requests that are ``expected``."""
         if self._is_sized:
             return
         requests = {s.request.ordinal: s.request for s in self._scheduler.live()}
-        pages = self._capacity.num_pages(requests.values(), self._cache.num_pages)
+        pages = self._capacity.num_pages([*requests.values(), *expected], self._cache.num_pages)
         if any(new < old for new, old in zip(pages, self._cache.num_pages, strict=True)):
             # another division between the layer groups: start over within the same bound
             self._cache.release()

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from rollout.attention import AttentionBackend
 from rollout.batch import StepBatch
-from rollout.compiled import CompileChoice, choose_compilation, is_compiling, padded_size
+from rollout.compiled import CompileChoice, CompileSettings, choose_compilation, is_compiling, padded_size
 from rollout.config import EngineConfig
-from rollout.graphs import DecodeGraphs, GraphBackend, GraphSizes, Surroundings, graph_backend
+from rollout.graphs import DecodeGraphs, GraphBackend, GraphCounts, GraphSizes, Surroundings, graph_backend
 from rollout.kv_cache import KVCache
 from rollout.probe import ModelPlan
 from rollout.runner import forward, move_pages, run_model
@@ -91,9 +91,13 @@ class StepExecutor:
         return self._graphs is not None
 
     @property
-    def graphs(self) -> DecodeGraphs | None:
-        """The recordings, if decode-only steps are recorded."""
-        return self._graphs
+    def needs_masks(self) -> bool:
+        """Whether steps that are not recorded are built with masks."""
+        return self._backend.needs_masks
+
+    def settings(self, is_decode: bool) -> CompileSettings | None:
+        """How one kind of step is compiled; ``None`` where it is not."""
+        return self._compilation.of(is_decode)
 
     def records(self, plan: StepPlan) -> bool:
         """Whether the step is run from a recording: it is then built on the host, without masks."""
@@ -112,14 +116,14 @@ class StepExecutor:
             return logits
         if fill is not None:
             fill(batch.input_ids)
-        settings = self._compilation.of(batch.is_decode)
+        settings = self.settings(batch.is_decode)
         if settings is None:
             return forward(self._view, self._plan, batch, cache, self._backend)
         move_pages(batch, cache)
         padding = (0, 0)
         if settings.has_fixed_shapes:
             counts = batch.num_tokens, len(batch.logit_index)
-            tokens, rows = (padded_size(count, self._row_interval) - count for count in counts)
+            tokens, rows = (padded_size(count, self.row_interval) - count for count in counts)
             padding = tokens, rows
         view = self._compiled[batch.is_decode]
         return run_model(view, self._plan, batch, cache, self._backend, padding)
@@ -129,13 +133,17 @@ class StepExecutor:
         largest first; returns how many sizes were not recorded before."""
         if self._graphs is None:
             return 0
-        before = self._graphs.num_recorded
+        made = 0
         for count in sorted(set(rows), reverse=True):  # smaller ones then find memory that is left
-            self._graphs.record(self._around(cache), self._graphs.sizes.key(count, widths))
+            made += self._graphs.record(self._around(cache), self._graphs.sizes.key(count, widths))
             self._check_recording()
             if self._graphs is None:
                 return 0
-        return self._graphs.num_recorded - before
+        return made
+
+    def take_counts(self) -> GraphCounts:
+        """What was recorded and replayed since this was last asked."""
+        return GraphCounts() if self._graphs is None else self._graphs.take_counts()
 
     def drop(self) -> None:
         """Let recordings go; their memory goes back."""
@@ -143,12 +151,13 @@ class StepExecutor:
             self._graphs.drop()
 
     @property
-    def _row_interval(self) -> int:
+    def row_interval(self) -> int:
+        """Rows, or tokens, to a multiple of which steps are padded where they are padded."""
         return self._config.q_padding_interval_size or DEFAULT_ROW_INTERVAL
 
     def _sizes(self, position_limit: int) -> GraphSizes:
         return GraphSizes(
-            row_interval=self._row_interval,
+            row_interval=self.row_interval,
             key_interval=self._config.kv_padding_interval_size or DEFAULT_KEY_INTERVAL,
             page_size=self._config.page_size,
             position_limit=position_limit,

@@ -218,6 +218,18 @@ class Surroundings:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class GraphCounts:
+    """Recordings made, and steps replayed."""
+
+    recorded: int = 0
+    replayed: int = 0
+
+    def plus(self, recorded: int = 0, replayed: int = 0) -> "GraphCounts":
+        """With so many more."""
+        return GraphCounts(self.recorded + recorded, self.replayed + replayed)
+
+
 class DecodeGraphs:
     """Runs decode-only steps, recording each size when it first comes.
 
@@ -234,10 +246,7 @@ class DecodeGraphs:
         self._made_with: Surroundings | None = None
         self._recorded: dict[GraphKey, Recorded] = {}
         self._logits: Tensor | None = None
-        self.num_recorded = 0
-        """Recordings made so far."""
-        self.num_replayed = 0
-        """Steps that were replayed so far."""
+        self._counts = GraphCounts()
         self.failure: Exception | None = None
         """Why a size could not be recorded, if one could not; that step itself was run."""
 
@@ -268,19 +277,26 @@ class DecodeGraphs:
             fill(static.batch.input_ids)
         if recorded is not None:
             recorded.replay()
-            self.num_replayed += 1
+            self._counts = self._counts.plus(replayed=1)
             logits = recorded.logits
         else:
             logits = self._record(key, static, around)
         return logits[: len(batch.logit_index)]
 
-    def record(self, around: Surroundings, key: GraphKey) -> None:
-        """Record a size ahead of its first step, on rows that are all padding."""
+    def record(self, around: Surroundings, key: GraphKey) -> bool:
+        """Record a size ahead of its first step, on rows that are all padding; whether it was not yet."""
         if not around.is_same(self._made_with):
             self.drop()
             self._made_with = around
-        if key not in self._recorded:
-            self._record(key, self._static(key, around), around)
+        if key in self._recorded:
+            return False
+        self._record(key, self._static(key, around), around)
+        return True
+
+    def take_counts(self) -> GraphCounts:
+        """What was recorded and replayed since this was last asked."""
+        counts, self._counts = self._counts, GraphCounts()
+        return counts
 
     def drop(self) -> None:
         """Forget every recording; its memory goes back."""
@@ -315,7 +331,7 @@ class DecodeGraphs:
             self.failure = error
         else:
             self._recorded[key] = Recorded(static, logits, replay)
-            self.num_recorded += 1
+            self._counts = self._counts.plus(recorded=1)
         return first
 
 

@@ -167,6 +167,15 @@ class ContinuousBatchingManager:
         if not self.is_running() and not keep_for_next_session:
             self._engine.release_memory()
 
+    def warmup(self) -> None:
+        """Compile and record before the first request comes; see ``RolloutEngine.warmup``."""
+        self._check_process()
+        if self.is_running():
+            with self.pause():
+                self._engine.warmup()
+        else:
+            self._engine.warmup()
+
     def join(self, timeout: float | None = None) -> None:
         """Wait for the loop's thread to end, at most ``timeout`` seconds."""
         if self._thread is None:

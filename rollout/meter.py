@@ -50,6 +50,11 @@ class Meter:
         self._counts["computed"] += num_tokens
         self._peak_pages = max(self._peak_pages, pages_held)
 
+    def count_graphs(self, *, recorded: int, replayed: int) -> None:
+        """Count recordings that were made and steps that were replayed from one."""
+        self._counts["recorded"] += recorded
+        self._counts["replayed"] += replayed
+
     def count_discarded(self, num_tokens: int) -> None:
         """Count tokens that were drawn for nothing."""
         self._counts["discarded"] += num_tokens
@@ -74,6 +79,8 @@ class Meter:
             cached_tokens=sum(c.cached_tokens for c in completions),
             discarded_tokens=self._counts["discarded"],
             num_steps=self._counts["steps"],
+            replayed_steps=self._counts["replayed"],
+            recorded_graphs=self._counts["recorded"],
             num_preemptions=sum(c.num_preemptions for c in completions),
             peak_pages=self._peak_pages,
             num_pages=num_pages,

@@ -283,6 +283,10 @@ class RolloutMetrics:
     discarded_tokens: int
     """Tokens drawn ahead for sequences that had ended meanwhile, or under weights that changed."""
     num_steps: int
+    replayed_steps: int
+    """Steps that were replayed from a recorded CUDA graph."""
+    recorded_graphs: int
+    """CUDA graphs that were recorded meanwhile, one per padded size."""
     num_preemptions: int
     peak_pages: int
     num_pages: int

@@ -1,13 +1,10 @@
-"""A stand-in for CUDA graphs on the CPU, as strict as the real ones.
+"""A stand-in for CUDA graphs on the CPU.
 
-A real recording bakes in every number that the host read and every address. So does this one: it keeps
-what ran, and a replay runs it again, on whatever lies at the same places. Before each replay the inputs
-of the step are compared with those of a fresh step of the same size, so padding left over from a step
-before shows, and results of the last replay are overwritten, so that nobody can live on them.
+A real recording bakes in the addresses it used and every number that Python read. This one keeps what
+was run and runs it again: what it closed over when it was recorded is what it finds when it is replayed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -18,34 +15,28 @@ from rollout.graphs import GraphBackend
 Run = Callable[[], None]
 
 
-@dataclass
 class FakeGraphs:
-    """A ``GraphBackend`` that runs what it recorded again."""
+    """A ``GraphBackend`` that counts; ``refuses`` makes it fail as a device that is waited for does."""
 
-    num_captures: int = 0
-    num_replays: int = 0
-    refuses: bool = False
-    """Fail to record, as a model does that waits for the device."""
-    replayed: list[int] = field(default_factory=list)
-    """Which recording each replay was of."""
+    def __init__(self) -> None:
+        self.num_captures = 0
+        self.num_replays = 0
+        self.refuses = False
 
     def capture(self, run: Run) -> Run:
         if self.refuses:
             raise RuntimeError("operation not permitted when stream is capturing")
-        number = self.num_captures
         self.num_captures += 1
         run()
 
         def replay() -> None:
             self.num_replays += 1
-            self.replayed.append(number)
             run()
 
         return replay
 
 
-@pytest.fixture
-def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+def serve_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     """From here on, engines on the CPU record their decode steps if they are told to."""
     graphs = FakeGraphs()
 

@@ -86,6 +86,17 @@ ALLOWED: dict[str, set[str]] = {
         "types",
     },
     # all of it wired together, and what stands in front of it
+    "warmup": {
+        "batch",
+        "compiled",
+        "config",
+        "execution",
+        "kv_cache",
+        "probe",
+        "sequence",
+        "tables",
+        "types",
+    },
     "engine": {
         "ahead",
         "commit",
@@ -109,6 +120,7 @@ ALLOWED: dict[str, set[str]] = {
         "sequence",
         "tables",
         "types",
+        "warmup",
         "weights",
     },
     "outputs": {"types"},

@@ -102,6 +102,8 @@ FIELDS = {
         "cached_tokens",
         "discarded_tokens",
         "num_steps",
+        "replayed_steps",
+        "recorded_graphs",
         "num_preemptions",
         "peak_pages",
         "num_pages",
