@@ -54,9 +54,11 @@ def places_held(flight: Flight, position_limit: int) -> Iterator[set[int]]:
             sequence.ids.pop()
 
 
-def carry_over(flight: Flight, batch: StepBatch, vocab_size: int) -> Callable[[Tensor], None]:
-    """What writes the tokens that ``flight`` draws into the input ids ``[1, T]`` of the batch after it."""
-    assert flight.draws is not None
+def carry_over(flight: Flight, batch: StepBatch, vocab_size: int) -> Callable[[Tensor], None] | None:
+    """What writes the tokens that ``flight`` draws into the input ids ``[1, T]`` of the batch after it;
+    ``None`` where that has none of them."""
+    if flight.draws is None:
+        return None
     tokens, places = flight.draws.tokens, flight.draws.places
     drawn = {id(sequence): places[i] for i, sequence in enumerate(flight.drawing) if i in places}
     pairs = [
@@ -64,6 +66,8 @@ def carry_over(flight: Flight, batch: StepBatch, vocab_size: int) -> Callable[[T
         for row, at in zip(batch.packed_rows, batch.row_starts, strict=True)
         if id(row.sequence) in drawn
     ]
+    if not pairs:
+        return None
     targets, sources = upload(torch.tensor(pairs, dtype=torch.int64).T.contiguous(), tokens.device)
 
     def fill(input_ids: Tensor) -> None:

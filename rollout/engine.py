@@ -302,7 +302,6 @@ class RolloutEngine:
         started = time.perf_counter()
         with engine_mode():
             self._notice_weights(thorough=False)
-            self._forget_flight()
             limit = self.position_limit
             compiled = compile_steps(self._executor, self._plan, self.config, limit, rows)
             recorded = self._record_steps(rows, tokens)
@@ -322,6 +321,11 @@ class RolloutEngine:
         self._capacity.renew()
         self._packed.release()
         self._scheduler.replace_tables(self._empty_tables())
+
+    def synchronize(self) -> None:
+        """Wait for a step that was launched ahead, before weights are written from another stream."""
+        if self._flight is not None and self._flight.draws is not None:
+            self._flight.draws.wait()
 
     def check(self) -> None:
         """Audit the page books; raises AssertionError. For tests and idle time."""
@@ -487,6 +491,7 @@ class RolloutEngine:
         pages = self._capacity.num_pages([*requests.values(), *expected], self._cache.num_pages)
         if any(new < old for new, old in zip(pages, self._cache.num_pages, strict=True)):
             # another division between the layer groups: start over within the same bound
+            self._forget_flight()
             self._cache.release()
             self._scheduler.replace_tables(self._empty_tables())
         if pages != self._cache.num_pages:

@@ -38,6 +38,9 @@ Run = Callable[[], None]
 class GraphBackend(Protocol):
     """Records work on a device."""
 
+    def forget(self) -> None:
+        """All recordings were let go: what they shared goes, too."""
+
     def capture(self, run: Run) -> Run:
         """Record what ``run`` does; calling the result does it again on the same addresses.
 
@@ -53,9 +56,14 @@ class CudaGraphs:
         self._device = device
         self._pool: Any = None
 
+    def forget(self) -> None:
+        """See ``GraphBackend``."""
+        self._pool = None  # a pool whose graphs are gone takes no new ones
+
     def capture(self, run: Run) -> Run:
         """See ``GraphBackend``."""
-        with torch.cuda.device(self._device):
+        # the outer stream is entered so that it is the current one again, even if recording fails
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -301,6 +309,7 @@ class DecodeGraphs:
     def drop(self) -> None:
         """Forget every recording; its memory goes back."""
         self._recorded, self._made_with, self._logits = {}, None, None
+        self._backend.forget()
 
     def _static(self, key: GraphKey, around: Surroundings) -> StaticStep:
         cache = around.cache

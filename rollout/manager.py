@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,14 +167,11 @@ class ContinuousBatchingManager:
         if not self.is_running() and not keep_for_next_session:
             self._engine.release_memory()
 
-    def warmup(self) -> None:
+    def warmup(self, *, num_requests: int | None = None, num_tokens: int | None = None) -> None:
         """Compile and record before the first request comes; see ``RolloutEngine.warmup``."""
         self._check_process()
-        if self.is_running():
-            with self.pause():
-                self._engine.warmup()
-        else:
-            self._engine.warmup()
+        with self.pause() if self.is_running() else nullcontext():
+            self._engine.warmup(num_requests=num_requests, num_tokens=num_tokens)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the loop's thread to end, at most ``timeout`` seconds."""
@@ -416,6 +413,7 @@ class ContinuousBatchingManager:
         """Returns with the lock held, outside any pause, when there is something to do."""
         while True:
             if self._pauses:
+                self._engine.synchronize()
                 self._is_parked = True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: not self._pauses)

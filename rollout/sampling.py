@@ -63,6 +63,10 @@ class Draws:
         """Where in :attr:`tokens` the token of a row is; rows that draw none have no entry."""
         return {row: place for place, row in enumerate(self._order)}
 
+    def wait(self) -> None:
+        """Until the device has drawn."""
+        self._readback.wait()
+
     def results(self) -> tuple[DrawnToken | Exception, ...]:
         """One token per row, or the error that this row alone has; waits for the device."""
         results: dict[int, DrawnToken | Exception] = {**self._failures}

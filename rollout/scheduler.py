@@ -129,8 +129,10 @@ class Scheduler:
         are there. A plan may be forgotten before it is committed: the pages taken stay the sequences'.
         """
         rows = [s for s in self._running if id(s) not in ending]
-        if not rows or len(rows) > self._max_tokens or not all(s.is_decoding for s in rows):
+        if not rows or len(rows) > self._max_tokens:
             return None
+        if not all(s.is_decoding and s.num_generated for s in rows):
+            return None  # a prompt's end may start forks
         if self._waiting and (len(rows) < len(self._running) or self._could_admit()):
             return None
         missing = zip(*(self.tables.missing(s, len(s.ids)) for s in rows), strict=True)

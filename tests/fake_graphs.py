@@ -23,6 +23,9 @@ class FakeGraphs:
         self.num_replays = 0
         self.refuses = False
 
+    def forget(self) -> None:
+        pass
+
     def capture(self, run: Run) -> Run:
         if self.refuses:
             raise RuntimeError("operation not permitted when stream is capturing")
