@@ -247,11 +247,13 @@ def test_weights_change_in_place_without_compiling_again() -> None:
 def test_a_view_that_is_compiled_keeps_torchs_own_modules() -> None:
     """Packed linears and fused layers decide in Python at each call: a compiler would bake it in."""
     backend = CountingBackend()
-    engine = compiling(backend, "llama_wide", pack_weights=True)
+    engine = compiling(backend, "llama_wide")
     kinds = {type(module) for module in engine._weights.view.modules()}
     assert not kinds & {FusedLayer, PackedLinear} and torch.nn.Linear in kinds
     plain = RolloutEngine(TINY_MODELS["llama_wide"](), config={"pack_weights": True})
-    assert FusedLayer in {type(module) for module in plain._weights.view.modules()}
+    assert {FusedLayer, PackedLinear} <= {type(module) for module in plain._weights.view.modules()}
+    with pytest.raises(ValueError, match="pack_weights=True and compile settings exclude each other"):
+        EngineConfig(pack_weights=True, default_compile_level=1)
 
 
 def test_score_goes_through_the_plain_view() -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import CompileConfig
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 import rollout.execution
 from fake_graphs import FakeGraphs, serve_graphs
 from oracle import assert_greedy, assert_logprobs
-from rollout import EngineConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams, attach, detach
 from rollout.batch import StepBatch, build_batch
 from rollout.execution import StepExecutor
 from rollout.graphs import GraphKey, GraphSizes, StaticStep, graph_backend
@@ -250,21 +251,24 @@ def test_recordings_are_dropped_with_what_they_point_at(change: str, graphs: Fak
             assert_greedy(engine.model, completion)
 
 
-def test_a_step_under_autocast_casts_the_weights_of_now(graphs: FakeGraphs) -> None:
-    """autocast caches casts of weights; a recording that used the cache would replay old weights."""
-    engine = make(num_blocks=60, attn_implementation="sdpa", pack_weights=False, native_kernels=False)
-    plain_config = PLAIN | {"pack_weights": False, "native_kernels": False}
+def test_recordings_never_use_autocasts_cache_of_cast_weights(graphs: FakeGraphs) -> None:
+    """A recording would keep the address of a cast weight that is freed, and old, after the call."""
+    engine = make(num_blocks=60, attn_implementation="sdpa")
+    cached: list[tuple[int, bool]] = []
+
+    def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        cached.append((kwargs["input_ids"].shape[1], torch.is_autocast_cache_enabled()))
+
     with torch.autocast("cpu", dtype=torch.bfloat16):
         engine.generate(PROMPTS, GREEDY)
-        with torch.no_grad():
-            for parameter in engine.model.parameters():
-                parameter.mul_(0.8)
+        remove = engine._weights.view.register_forward_pre_hook(note, with_kwargs=True)
         batch = engine.generate(PROMPTS, GREEDY)
-        plain = RolloutEngine(engine.model, config=plain_config).generate(PROMPTS, GREEDY)
-    assert batch.metrics.replayed_steps > 0
+        remove.remove()
+        plain = RolloutEngine(engine.model, config=PLAIN).generate(PROMPTS, GREEDY)
+    assert batch.metrics.replayed_steps == 8
+    assert cached == [(sum(map(len, PROMPTS)), True)] + [(8, False)] * 8
     for one, other in zip(batch, plain, strict=True):
         assert one.policy_logprobs[0] == pytest.approx(other.policy_logprobs[0], abs=0.1)
-        assert one.policy_logprobs[-1] != 0
 
 
 # --- warmup -------------------------------------------------------------------------------------
@@ -292,6 +296,29 @@ def test_warmup_says_when_there_is_nothing_to_do(caplog: pytest.LogCaptureFixtur
     assert engine.cache_bytes == 0
     with pytest.raises(ValueError, match="num_requests=0 is out of range"):
         engine.warmup(num_requests=0)
+
+
+def test_managers_warm_up_with_what_is_expected(graphs: FakeGraphs) -> None:
+    model = attach(TINY_MODELS["llama"]())
+    hints = WorkloadHints(max_prompt_length=10, max_generated_length=20, num_requests=7)
+    kept = model.continuous_batching_context_manager(
+        continuous_batching_config=RECORDING | {"kv_padding_interval_size": 256},
+        workload_hints=hints,
+        persistent_manager=True,
+    )
+    with kept as manager:
+        assert graphs.num_captures == 2  # 4 and 8 rows
+        request_id = manager.add_request([3, 1, 4], max_new_tokens=5)
+        assert manager.get_result(request_id, timeout=60).generated_tokens
+        assert graphs.num_replays == 4
+        manager.warmup(num_requests=7)  # while it runs: it pauses, and all sizes are there
+        assert graphs.num_captures == 2
+    model.destroy_cached_continuous_batching_manager()
+    with model.continuous_batching_context_manager(
+        continuous_batching_config=RECORDING, warmup=False
+    ) as manager:
+        assert graphs.num_captures == 2
+    detach(model)
 
 
 # --- what the settings decide -------------------------------------------------------------------
