@@ -22,6 +22,7 @@ from rollout.commit import ends_by_length
 from rollout.sampling import Draws
 from rollout.sequence import Sequence, StepPlan
 from rollout.transfer import upload
+from rollout.types import SamplingParams
 
 UNKNOWN_ID = -1
 """Holds the place of a token that is not known yet. No embedding has it, so it cannot be served."""
@@ -39,19 +40,26 @@ class Flight:
     """Of the weights that it runs with."""
 
 
+def needs_ids(params: SamplingParams) -> bool:
+    """Whether a draw depends on which tokens there are so far, not only on how many."""
+    penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+    return bool(penalised or params.logits_processors)
+
+
 @contextmanager
 def places_held(flight: Flight, position_limit: int) -> Iterator[set[int]]:
     """Inside, the sequences that drew have a place for their token; yields the ``id()`` of those that are
     known to end with it."""
     failed = set() if flight.draws is None else flight.draws.failed
     running = [(i, s) for i, s in enumerate(flight.drawing) if s.is_running]
-    for _, sequence in running:
-        sequence.ids.append(UNKNOWN_ID)
+    lengths = [len(s.ids) for _, s in running]
     try:
+        for _, sequence in running:
+            sequence.ids.append(UNKNOWN_ID)
         yield {id(s) for i, s in running if i in failed or ends_by_length(s, position_limit) is not None}
     finally:
-        for _, sequence in running:
-            sequence.ids.pop()
+        for (_, sequence), length in zip(running, lengths, strict=True):
+            del sequence.ids[length:]
 
 
 def carry_over(flight: Flight, batch: StepBatch, vocab_size: int) -> Callable[[Tensor], None] | None:

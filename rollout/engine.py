@@ -18,7 +18,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from rollout.ahead import Flight, carry_over, places_held
+from rollout.ahead import Flight, carry_over, needs_ids, places_held
 from rollout.attention import AttentionBackend, make_backend
 from rollout.batch import build_batch
 from rollout.capacity import CapacityPlanner
@@ -421,8 +421,8 @@ class RolloutEngine:
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
         """The step after ``flight``, if it can be planned without its tokens."""
-        rows = (_sampling_row(sequence) for sequence in self._scheduler.running)
-        if not self._is_sized or any(row.needs_ids for row in rows):
+        running = self._scheduler.running
+        if not self._is_sized or any(needs_ids(sequence.request.params) for sequence in running):
             return None
         with places_held(flight, self._requests.position_limit) as ending:
             with self._meter.stage("schedule"):
@@ -479,9 +479,7 @@ class RolloutEngine:
         params = SamplingParams(max_new_tokens=max(1, num_tokens - 1), n=num_rows)
         self._is_sized = False
         self._ensure_capacity([self._requests.build([0], params)])
-        interval = self._executor.row_interval
-        widths = [1 for _ in self._plan.layout.groups]
-        return self._executor.record(self._cache, range(interval, num_rows + interval, interval), widths)
+        return self._executor.record(self._cache, num_rows)
 
     def _ensure_capacity(self, expected: Sequence[Request] = ()) -> None:
         """Make room for what lives and, ahead of them, for requests that are ``expected``."""

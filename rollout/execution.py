@@ -7,7 +7,7 @@ same either way.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
@@ -15,11 +15,12 @@ from rollout.attention import AttentionBackend
 from rollout.batch import StepBatch
 from rollout.compiled import CompileChoice, CompileSettings, choose_compilation, is_compiling, padded_size
 from rollout.config import EngineConfig
-from rollout.graphs import DecodeGraphs, GraphBackend, GraphCounts, GraphSizes, Surroundings, graph_backend
+from rollout.graphs import DecodeGraphs, GraphBackend, GraphCounts, Surroundings, graph_backend
 from rollout.kv_cache import KVCache
 from rollout.probe import ModelPlan
 from rollout.runner import forward, move_pages, run_model
 from rollout.sequence import StepPlan
+from rollout.static import GraphSizes
 
 logger = logging.getLogger("rollout")
 
@@ -128,13 +129,14 @@ class StepExecutor:
         view = self._compiled[batch.is_decode]
         return run_model(view, self._plan, batch, cache, self._backend, padding)
 
-    def record(self, cache: KVCache, rows: Sequence[int], widths: Sequence[int]) -> int:
-        """Record decode steps of so many rows whose tables have ``widths`` pages per layer group, the
-        largest first; returns how many sizes were not recorded before."""
+    def record(self, cache: KVCache, num_rows: int) -> int:
+        """Record decode steps of up to so many rows, with short tables; returns how many were not yet."""
         if self._graphs is None:
             return 0
-        made = 0
-        for count in sorted(set(rows), reverse=True):  # smaller ones then find memory that is left
+        made, interval = 0, self.row_interval
+        widths = [1 for _ in self._plan.layout.groups]
+        # the largest first: smaller ones then find memory that it needed for a while
+        for count in reversed(range(interval, num_rows + interval, interval)):
             made += self._graphs.record(self._around(cache), self._graphs.sizes.key(count, widths))
             self._check_recording()
             if self._graphs is None:

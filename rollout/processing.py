@@ -49,13 +49,6 @@ class SamplingRow:
         return self.position < self.params.min_new_tokens and bool(self.ending_ids)
 
     @property
-    def needs_ids(self) -> bool:
-        """Whether the draw depends on which tokens there are so far, not only on how many."""
-        params = self.params
-        penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        return bool(penalised or params.logits_processors)
-
-    @property
     def is_processed(self) -> bool:
         """Whether anything changes the logits before the temperature does."""
         params = self.params

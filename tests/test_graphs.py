@@ -18,8 +18,9 @@ from oracle import assert_greedy, assert_logprobs
 from rollout import EngineConfig, RolloutEngine, SamplingParams, attach, detach
 from rollout.batch import StepBatch, build_batch
 from rollout.execution import StepExecutor
-from rollout.graphs import GraphKey, GraphSizes, StaticStep, graph_backend
+from rollout.graphs import graph_backend
 from rollout.sequence import PlannedRow, Request, Sequence, StepPlan
+from rollout.static import GraphKey, GraphSizes, StaticStep
 from tiny_models import TINY_MODELS
 
 SMALL = {"q_padding_interval_size": 4, "kv_padding_interval_size": 16, "page_size": 4}

@@ -59,7 +59,8 @@ ALLOWED: dict[str, set[str]] = {
     "probe": {"attention", "kv_cache", "types"},
     "runner": {"attention", "batch", "kv_cache", "probe", "transfer"},
     "compiled": {"config"},
-    "graphs": {"attention", "batch", "kv_cache", "probe", "runner", "transfer"},
+    "static": {"batch", "transfer"},
+    "graphs": {"attention", "batch", "kv_cache", "probe", "runner", "static"},
     "execution": {
         "attention",
         "batch",
@@ -70,8 +71,9 @@ ALLOWED: dict[str, set[str]] = {
         "probe",
         "runner",
         "sequence",
+        "static",
     },
-    "ahead": {"batch", "commit", "sampling", "sequence", "transfer"},
+    "ahead": {"batch", "commit", "sampling", "sequence", "transfer", "types"},
     "requests": {"sequence", "text", "types"},
     "scoring": {
         "attention",
