@@ -167,7 +167,7 @@ class StepExecutor:
 
     def _around(self, cache: KVCache) -> Surroundings:
         view = self._compiled.get(True, self._view)
-        return Surroundings(view, self._plan, cache, self._backend)
+        return Surroundings(view, self._plan, cache, self._backend, cache.epoch)
 
     def _asking(self) -> list[str]:
         """The settings that ask for recordings, rather than leaving them to us."""

@@ -15,7 +15,7 @@ Letters: R rows of a recording, D rows that draw, V vocabulary.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -90,16 +90,10 @@ class Surroundings:
 
     view: nn.Module
     plan: ModelPlan
+    """Another one at each change of autocast, too."""
     cache: KVCache
     attention: AttentionBackend
-    cache_epoch: int = field(init=False)
-    autocast: torch.dtype | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        kind = self.cache.layout.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        object.__setattr__(self, "cache_epoch", self.cache.epoch)
-        object.__setattr__(self, "autocast", autocast)
+    cache_epoch: int
 
     def is_same(self, other: "Surroundings | None") -> bool:
         """Whether recordings made with one are good for the other."""
@@ -109,7 +103,7 @@ class Surroundings:
             and self.plan is other.plan
             and self.cache is other.cache
             and self.attention is other.attention
-            and (self.cache_epoch, self.autocast) == (other.cache_epoch, other.autocast)
+            and self.cache_epoch == other.cache_epoch
         )
 
 
@@ -131,7 +125,8 @@ class DecodeGraphs:
     Example::
 
         graphs = DecodeGraphs(CudaGraphs(device), sizes)
-        logits = graphs.run(Surroundings(view, plan, cache, attention), batch)   # batch on the host
+        around = Surroundings(view, plan, cache, attention, cache.epoch)
+        logits = graphs.run(around, batch)   # batch on the host
         graphs.drop()                    # memory of the recordings goes back
     """
 

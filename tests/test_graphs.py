@@ -227,29 +227,28 @@ def test_recordings_outlive_a_change_of_weights_in_place(graphs: FakeGraphs) -> 
         assert_greedy(engine.model, completion)
 
 
-@pytest.mark.parametrize("change", ["another tensor", "released", "grown", "autocast"])
+@pytest.mark.parametrize("change", ["nothing", "another tensor", "released", "grown", "autocast"])
 def test_recordings_are_dropped_with_what_they_point_at(change: str, graphs: FakeGraphs) -> None:
-    settings: dict[str, Any] = {} if change == "grown" else {"num_blocks": 60}
-    engine = make(**settings)
+    """All steps are of one size, so that it is recorded once as long as nothing is dropped."""
+    engine = make(kv_padding_interval_size=256, **({} if change == "grown" else {"num_blocks": 60}))
     engine.generate(PROMPTS[:2], GREEDY)
-    made, replayed = graphs.num_captures, graphs.num_replays
+    assert (graphs.num_captures, graphs.num_replays) == (1, 7)
+    longer = SamplingParams(max_new_tokens=80 if change == "grown" else 9, temperature=0)
     if change == "another tensor":
-        weight = engine.model.get_submodule("model.layers.0.mlp.up_proj")
-        weight.weight = torch.nn.Parameter(weight.weight.detach() * 0.5)
+        linear = engine.model.get_submodule("model.layers.0.mlp.up_proj")
+        linear.weight = torch.nn.Parameter(linear.weight.detach() * 0.5)
     elif change == "released":
         engine.release_memory()
         assert engine._executor._graphs is not None and not engine._executor._graphs.keys
-    prompts = PROMPTS if change == "grown" else PROMPTS[:2]
-    if change == "autocast":
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            engine.generate(prompts, GREEDY)
-    else:
-        for completion in engine.generate(prompts, GREEDY):
-            assert_greedy(engine.model, completion)
-    assert graphs.num_captures > made and graphs.num_replays > replayed
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=change == "autocast"):
+        batch = engine.generate(PROMPTS[:2], longer)
+    assert graphs.num_captures == (1 if change == "nothing" else 2)
+    assert graphs.num_replays == 7 + batch.metrics.replayed_steps > 7
     if change == "autocast":  # and back: nothing of the cast weights may be left
-        for completion in engine.generate(prompts, GREEDY):
-            assert_greedy(engine.model, completion)
+        batch = engine.generate(PROMPTS[:2], longer)
+        assert graphs.num_captures == 3
+    for completion in batch:
+        assert_greedy(engine.model, completion)
 
 
 def test_recordings_never_use_autocasts_cache_of_cast_weights(graphs: FakeGraphs) -> None:
