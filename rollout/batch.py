@@ -61,6 +61,11 @@ class Bucket:
     """[R, 2] int64 instead of a bias: the first key that the row sees and the end, counted from the
     first slot of its table."""
 
+    @property
+    def table_width(self) -> int:
+        """Pages per row; 0 where there is no table."""
+        return 0 if self.pages is None else len(self.pages) // self.num_rows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupBatch:
@@ -112,6 +117,11 @@ class StepBatch:
     def num_tokens(self) -> int:
         """Packed tokens."""
         return self.input_ids.shape[1]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row has one token."""
+        return self.num_tokens == len(self.packed_rows)
 
     def check(self) -> None:
         """Assert the shapes and types that the fields promise."""

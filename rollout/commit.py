@@ -3,24 +3,27 @@
 from collections.abc import Sequence as SequenceABC
 
 from rollout.scheduler import Scheduler
-from rollout.sequence import Sequence, StepPlan
+from rollout.sequence import Sequence, SequenceState
 from rollout.types import DrawnToken, FinishReason
 
 
 def commit(
     scheduler: Scheduler,
-    plan: StepPlan,
     drawing: SequenceABC[Sequence],
     drawn: SequenceABC[DrawnToken | Exception],
     version: int,
     position_limit: int,
-) -> None:
-    """Take a step over: ``drawn[i]`` is the token of ``drawing[i]``, or why it has none.
+) -> int:
+    """Take a step's tokens over: ``drawn[i]`` is that of ``drawing[i]``, or why it has none.
 
     ``version`` is that of the weights that drew; ``position_limit`` the most tokens of a sequence.
+    Returns how many tokens came too late: their sequences had ended meanwhile.
     """
-    scheduler.commit(plan)
+    num_late = 0
     for sequence, token in zip(drawing, drawn, strict=True):
+        if sequence.state is SequenceState.FINISHED:
+            num_late += 1
+            continue
         if isinstance(token, Exception):
             scheduler.finish(sequence, FinishReason.ERROR, token)
             continue
@@ -32,6 +35,16 @@ def commit(
             continue
         if reason is not None:
             scheduler.finish(sequence, reason)
+    return num_late
+
+
+def ends_by_length(sequence: Sequence, position_limit: int) -> FinishReason | None:
+    """Whether its number of tokens ends the sequence, whatever they are."""
+    if sequence.num_generated >= sequence.request.params.max_new_tokens:
+        return FinishReason.LENGTH
+    if len(sequence.ids) >= position_limit:
+        return FinishReason.MAX_POSITION
+    return None
 
 
 def _end_reason(sequence: Sequence, token: int, position_limit: int) -> FinishReason | None:
@@ -48,8 +61,4 @@ def _end_reason(sequence: Sequence, token: int, position_limit: int) -> FinishRe
     if found is not None:
         sequence.stop_match, sequence.stop_offset = found
         return FinishReason.STOP
-    if sequence.num_generated >= params.max_new_tokens:
-        return FinishReason.LENGTH
-    if len(sequence.ids) >= position_limit:
-        return FinishReason.MAX_POSITION
-    return None
+    return ends_by_length(sequence, position_limit)

@@ -100,20 +100,28 @@ class EngineConfig:
     it with a warning."""
     default_compile_level: int = 0
     """0 to 3: ``torch.compile`` of the model, for a kind of step that has no compile config of its own:
-    1 is mode "default", 2 "max-autotune-no-cudagraphs", 3 that with fixed shapes (``dynamic=False``)."""
+    1 is mode "default", 2 "max-autotune-no-cudagraphs", 3 that with fixed shapes (``dynamic=False``).
+    Under flash attention it leaves steps with prompts alone. A model that is compiled keeps torch's own
+    linears and layers: on a CPU nothing is packed or fused then."""
     varlen_compile_config: Any = None
     """``CompileConfig`` of transformers, or a dict of its fields: how steps with prompts are compiled."""
     decode_compile_config: Any = None
     """The same for steps in which every sequence adds one token."""
     use_cuda_graph: bool | tuple[bool, bool] | None = None
     """Record CUDA graphs and replay them: for (steps with prompts, decode-only steps), or one answer
-    for both. Only decode-only steps are ever recorded. ``None`` does so where it can."""
+    for both. Only decode-only steps are ever recorded. ``None`` does so on a GPU if the attention needs
+    no masks, or if a padding interval or asynchronous batching asks for it. Where it is asked for and
+    not possible, a warning says why and steps run without."""
     q_padding_interval_size: int = 0
-    """Recorded steps are padded to a multiple of so many rows; 0 means 64."""
+    """Recorded steps are padded to a multiple of so many rows; 0 means 64. Steps that are compiled with
+    fixed shapes are padded to that times a power of two."""
     kv_padding_interval_size: int = 0
-    """Recorded steps are padded to a multiple of so many keys per row; 0 means 16384."""
+    """Recorded steps are padded to a multiple of so many keys per row, at most to the longest sequence
+    that the model allows; 0 means 16384."""
     use_async_batching: bool | None = None
-    """Prepare a step while the one before it runs. Needs CUDA graphs."""
+    """Launch a decode-only step before the tokens of the one before it are read, so that the device need
+    not wait for the host. Needs CUDA graphs; where there are none, a warning says so and steps follow
+    each other. ``None`` means no."""
     max_blocks_per_request: int | None = None
     """Pages of a sequence up to which its decode rows take the fast path of the backends ``flash`` and
     ``varlen`` (one query per row, a table of so many pages, no mask); longer ones go with the prompts. 0
@@ -180,6 +188,14 @@ class EngineConfig:
         _require_choice("use_cuda_graph", self.use_cuda_graph, (None, True, False, *pairs))
         _require_choice("use_async_batching", self.use_async_batching, (None, True, False))
         _require_choice("auto_switch_to_flash", self.auto_switch_to_flash, (True, False))
+        is_compiling = self.default_compile_level or (
+            self.varlen_compile_config is not None or self.decode_compile_config is not None
+        )
+        if self.pack_weights is True and is_compiling:
+            raise ValueError(
+                "pack_weights=True and compile settings exclude each other: a compiled model keeps torch's "
+                "own linears; leave pack_weights at 'auto'"
+            )
         if self.use_async_batching and self.cuda_graphs == (False, False):
             raise ValueError(
                 "use_async_batching=True needs CUDA graphs and use_cuda_graph is False; change one of them"

@@ -105,7 +105,7 @@ class _Attachment:
     ) -> ContinuousBatchingManager:
         """A manager on the model's engine; the one that was kept for the next session, if there is one.
 
-        ``workload_hints`` have no effect: the cache grows to what the requests need.
+        ``workload_hints`` have no effect here: the cache grows to what the requests need.
         """
         with self._lock:
             kept = self._manager
@@ -166,10 +166,13 @@ class _Attachment:
     ) -> Iterator[ContinuousBatchingManager]:
         """A manager that runs inside the block; ``persistent_manager`` keeps it for the next one.
 
-        ``warmup`` has no effect on the CPU: there is nothing to capture.
+        ``warmup`` compiles and records what the settings ask for, before the first request; by default
+        on the CPU that is nothing. ``workload_hints`` tell it how many requests of what length.
         """
         with self._lock:
             manager = self.init_continuous_batching(generation_config, continuous_batching_config)
+            if warmup:
+                manager.warmup(**_expected_work(workload_hints))
             manager.start()
         try:
             yield manager
@@ -212,7 +215,8 @@ class _Attachment:
         """Complete every prompt; outputs by id in input order, children before their parent.
 
         Works in the calling thread, so under its autocast. With ``persistent_manager`` the cache's
-        memory is kept for the next call. ``warmup`` has no effect on the CPU.
+        memory is kept for the next call. ``warmup`` changes nothing: the call waits for its results, so
+        steps are compiled and recorded when their sizes first come.
 
         Raises:
             RolloutError: a request failed and ``on_error="raise"``; ``.batch`` holds all outputs.
@@ -279,3 +283,14 @@ def _has_config(engine: RolloutEngine, wanted: EngineConfig) -> bool:
     """Whether the engine was made for this config; one without a seed is content with any."""
     config = engine.config if wanted.seed is not None else replace(engine.config, seed=None)
     return config == wanted
+
+
+def _expected_work(hints: Any) -> dict[str, int]:
+    """What transformers' ``WorkloadHints`` say of requests to come, for ``warmup``; 0 says nothing."""
+    if hints is None:
+        return {}
+    work = {
+        "num_requests": hints.num_requests,
+        "num_tokens": hints.max_prompt_length + hints.max_generated_length,
+    }
+    return {name: count for name, count in work.items() if count > 0}

@@ -1,25 +1,30 @@
 """The engine: requests in, completions with logprobs out, on the trainer's own weights.
 
-A step is five calls in order: ``plan -> build -> forward -> draw -> commit``. Everything happens in the
+A step is five calls in order: ``plan -> build -> forward -> draw -> commit``; with asynchronous batching
+the first four of the next step come before the last of this one. Everything happens in the
 caller's thread, under the caller's autocast. This room wires the others together and keeps the
 promises that need all of them: a change of weights is noticed before a token is drawn, a request's
 fault stays in that request, and nothing of the trainer's model is touched.
 """
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from rollout.ahead import Flight, carry_over, needs_ids, places_held
 from rollout.attention import AttentionBackend, make_backend, page_size_for
 from rollout.batch import build_batch
 from rollout.capacity import CapacityPlanner
 from rollout.commit import commit
 from rollout.config import EngineConfig
+from rollout.execution import StepExecutor
 from rollout.fused import fuse_layers, unfuse_layers
 from rollout.kv_cache import KVCache
 from rollout.meter import Meter
@@ -29,10 +34,11 @@ from rollout.parallel import Ranks, ranks_of
 from rollout.probe import ModelPlan, eos_token_ids, position_limit, probe, single_device
 from rollout.requests import Prompt, Repeats, RequestBuilder, params_per_prompt, refused_completions
 from rollout.results import Progress, RolloutBatch, raise_failures, warn_when_truncated
-from rollout.runner import engine_mode, forward, set_attention
-from rollout.sampling import SamplingRow, draw
+from rollout.runner import engine_mode, set_attention
+from rollout.sampling import SamplingRow, launch_draw
 from rollout.scheduler import Scheduler
 from rollout.scoring import score_sequences
+from rollout.sequence import Request, StepPlan
 from rollout.sequence import Sequence as Sample
 from rollout.sharding import shard_view
 from rollout.swap import SwapSpace
@@ -40,17 +46,20 @@ from rollout.tables import PageTables
 from rollout.types import (
     MAX_SEED,
     Completion,
-    DrawnToken,
     DuplicateRequestError,
     FinishReason,
     RankError,
     RolloutMetrics,
     SamplingParams,
+    require_int,
 )
+from rollout.warmup import compile_steps
 from rollout.weights import Change, WeightTracker, base_model_of
 
 NO_BUDGET = 2**62
 """Bytes to offer where the model is not known yet."""
+
+logger = logging.getLogger("rollout")
 
 
 class RolloutEngine:
@@ -93,7 +102,8 @@ class RolloutEngine:
         self._model = model
         self._base = base_model_of(model)
         self._tokenizer = tokenizer
-        self._packed = PackedLinears(self.config.pack_weights)
+        self._executor = StepExecutor(self.config)
+        self._packed = PackedLinears(False if self._executor.is_compiling else self.config.pack_weights)
         self._ranks = ranks_of(self._base, self.config.cpu_group_timeout)
         if self.config.use_async_batching and self._ranks.size > 1:
             raise ValueError(
@@ -106,6 +116,7 @@ class RolloutEngine:
         self._meter = Meter()
         self._is_sized = False  # whether the cache was sized since the last request came
         self._is_noticed = False  # whether a call has compared the weights before its first step
+        self._flight: Flight | None = None  # a step launched ahead, whose plan is not committed
         self._weights = WeightTracker(model, prepare=self._prepare_view, agree=self._agree_on_change)
         self._device = single_device(model)
         self._autocast: torch.dtype | None
@@ -317,6 +328,38 @@ class RolloutEngine:
             )
         return self._ranks.from_driver(scores)
 
+    def warmup(self, *, num_requests: int | None = None, num_tokens: int | None = None) -> None:
+        """Compile and record what the settings ask for before the first request comes.
+
+        Where decode steps are recorded, the cache is made as large as so many sequences need, within
+        its bound: recordings hold its addresses, so growing later would drop them. Where nothing is
+        compiled or recorded, as by default on a CPU, this does nothing.
+
+        Args:
+            num_requests: sequences that will run together; ``None`` for ``max_requests_per_batch``.
+            num_tokens: tokens of a sequence at the most, its prompt included; ``None`` for the model's limit.
+        """
+        rows, tokens = self.config.resolved_max_requests, self.position_limit
+        if num_requests is not None:
+            require_int("num_requests", num_requests, low=1)
+            rows = min(rows, num_requests)
+        if num_tokens is not None:
+            require_int("num_tokens", num_tokens, low=1)
+            tokens = min(tokens, num_tokens)
+        if not (self._executor.is_compiling or self._executor.is_recording):
+            logger.info("warmup has nothing to do: no step is compiled or recorded on %s", self._device)
+            return
+        started = time.perf_counter()
+        self._ranks.note("warmup()", rows, tokens)
+        with engine_mode(), self._ranks.lockstep():
+            self._notice_weights(thorough=False)
+            limit = self.position_limit
+            compiled = compile_steps(self._executor, self._cache, self.config, limit, rows)
+            recorded = self._record_steps(rows, tokens)
+            self._executor.take_counts()  # told here, and no call's
+        seconds = time.perf_counter() - started
+        logger.info("warmup: %d steps compiled, %d recorded in %.1f s", compiled, recorded, seconds)
+
     def release_memory(self) -> None:
         """Give the cache and derived copies back (before a backward pass, say).
 
@@ -324,11 +367,18 @@ class RolloutEngine:
         """
         if any(self._cache.num_pages):
             self._ranks.note("release_memory()")
+        self._forget_flight()
+        self._executor.drop()
         self._cache.release()
         self._is_sized = False
         self._capacity.renew()
         self._packed.release()
         self._scheduler.replace_tables(self._empty_tables(), self._empty_swap())
+
+    def synchronize(self) -> None:
+        """Wait for a step that was launched ahead, before weights are written from another stream."""
+        if self._flight is not None and self._flight.draws is not None:
+            self._flight.draws.wait()
 
     def check(self) -> None:
         """Audit the page books; raises AssertionError. For tests and idle time."""
@@ -397,11 +447,13 @@ class RolloutEngine:
                 self._scheduler.finish_all(self._scheduler.live(), FinishReason.ERROR, apart)
                 raise
             except Exception as cause:
+                self._forget_flight()
                 error = RuntimeError(f"the step failed with {type(cause).__name__}: {cause}")
                 error.__cause__ = cause
                 self._scheduler.finish_all(self._scheduler.live(), FinishReason.ERROR, error)
                 self._scheduler.tables.start_version(self.weight_version)
             except BaseException:  # interrupted: what was planned is not computed
+                self._forget_flight()
                 self._scheduler.change_weights(self.weight_version, "recompute")
                 raise
 
@@ -413,52 +465,100 @@ class RolloutEngine:
         self._step()
 
     def _step(self) -> None:
-        with self._meter.stage("schedule"):
-            self._ensure_capacity()
-            plan = self._scheduler.plan()
-        if plan is None:
-            return
+        flight, self._flight = self._flight, None
+        if flight is None:
+            with self._meter.stage("schedule"):
+                self._ensure_capacity()
+                plan = self._scheduler.plan()
+            if plan is None:
+                return
+            flight = self._launch(plan)
+        self._scheduler.commit(flight.plan)
+        try:
+            if self._executor.is_ahead:
+                self._flight = self._launch_ahead(flight)
+        finally:  # whatever became of the next step, this one has been computed
+            self._land(flight)
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """The step after ``flight``, if it can be planned without its tokens."""
+        running = self._scheduler.running
+        if not self._is_sized or any(needs_ids(sequence.request.params) for sequence in running):
+            return None
+        with places_held(flight, self._requests.position_limit) as ending:
+            with self._meter.stage("schedule"):
+                plan = self._scheduler.plan_ahead(ending)
+            return None if plan is None else self._launch(plan, flight)
+
+    def _launch(self, plan: StepPlan, before: Flight | None = None) -> Flight:
+        """Build, forward and draw; ``before`` is the flight whose tokens the plan has no numbers of."""
         self._meter.count_step(
             num_tokens=plan.num_tokens,
             pages_held=self._scheduler.tables.num_held,
             pages_saved=sum(transfer.num_pages for transfer in plan.saves),
             pages_loaded=sum(transfer.num_pages for transfer in plan.loads),
         )
-        layout = self._plan.layout
+        layout, is_recorded = self._plan.layout, self._executor.records(plan)
         with self._meter.stage("build"):
             batch = build_batch(
                 plan,
                 page_size=self._cache.page_size,
                 windows=layout.windows,
                 dtype=layout.dtype,
-                device=self._device,
-                masks=self._backend.needs_masks,
-                run_rules=self._backend.run_rules,
+                device=torch.device("cpu") if is_recorded else self._device,
+                masks=self._backend.needs_masks and not is_recorded,
+                run_rules=None if is_recorded else self._backend.run_rules,
             )
+            fill = None if before is None else carry_over(before, batch, self._plan.vocab_size)
         self._packed.take_seconds()  # those before were counted where they were spent
         with self._meter.stage("forward"):
-            logits = forward(self._weights.view, self._plan, batch, self._cache, self._backend)
+            logits = self._executor.forward(batch, self._cache, fill)
+        graphs = self._executor.take_counts()
+        self._meter.count_graphs(recorded=graphs.recorded, replayed=graphs.replayed)
         self._meter.move(self._packed.take_seconds(), "forward", "weights")  # made when first used
         drawing = plan.drawing()
         with self._meter.stage("sample"):
             rows = [_sampling_row(sequence) for sequence in drawing]
-            drawn = self._draw(logits, rows, batch.logit_rows) if drawing else ()
+            # logits of two ranks may differ in the last bit, so only one of them draws
+            is_drawing = bool(drawing) and self._ranks.is_driver
+            draws = launch_draw(logits, rows, batch.logit_rows, self._kernels) if is_drawing else None
+        return Flight(plan=plan, drawing=tuple(drawing), draws=draws, version=self.weight_version)
+
+    def _land(self, flight: Flight) -> None:
+        """Read the tokens of a launched step and take them over."""
+        with self._meter.stage("sample"):
+            drawn = self._ranks.share_draws(flight.results, len(flight.drawing)) if flight.drawing else ()
         with self._meter.stage("commit"):
-            commit(self._scheduler, plan, drawing, drawn, self.weight_version, self._requests.position_limit)
+            limit = self._requests.position_limit
+            late = commit(self._scheduler, flight.drawing, drawn, flight.version, limit)
+            self._meter.count_discarded(late)
+            if self._flight is not None and not self._scheduler.confirm(self._flight.plan):
+                self._forget_flight()  # all of its sequences have ended
 
-    def _draw(
-        self, logits: Tensor, rows: list[SamplingRow], logit_rows: Sequence[int] | None
-    ) -> tuple[DrawnToken | Exception, ...]:
-        """One token per row. Logits of two ranks may differ in the last bit, so only one of them draws."""
-        return self._ranks.share_draws(lambda: draw(logits, rows, logit_rows, self._kernels), len(rows))
+    def _forget_flight(self) -> None:
+        """Throw away what was launched ahead: its tokens are drawn again where they are still wanted."""
+        if self._flight is not None:
+            self._meter.count_discarded(len(self._flight.drawing))
+            self._flight = None
 
-    def _ensure_capacity(self) -> None:
+    def _record_steps(self, num_rows: int, num_tokens: int) -> int:
+        """Take the cache that so many sequences need, and record all sizes of decode steps up to them."""
+        if not self._executor.is_recording:
+            return 0
+        params = SamplingParams(max_new_tokens=max(1, num_tokens - 1), n=num_rows)
+        self._is_sized = False
+        self._ensure_capacity([self._requests.build([0], params)])
+        return self._executor.record(self._cache, num_rows)
+
+    def _ensure_capacity(self, expected: Sequence[Request] = ()) -> None:
+        """Make room for what lives and, ahead of them, for requests that are ``expected``."""
         if self._is_sized:
             return
         requests = {s.request.ordinal: s.request for s in self._scheduler.live()}
-        pages = self._capacity.num_pages(requests.values(), self._cache.num_pages)
+        pages = self._capacity.num_pages([*requests.values(), *expected], self._cache.num_pages)
         if any(new < old for new, old in zip(pages, self._cache.num_pages, strict=True)):
             # another division between the layer groups: start over within the same bound
+            self._forget_flight()
             self._cache.release()
             self._scheduler.replace_tables(self._empty_tables(), self._empty_swap())
         if pages != self._cache.num_pages:
@@ -497,6 +597,7 @@ class RolloutEngine:
 
     def _enter_version(self) -> None:
         """Let go of all that belongs to older weights, then tell the hooks."""
+        self._forget_flight()
         torch.clear_autocast_cache()  # autocast keeps casts of weights as long as it is entered
         self._packed.version = self.weight_version
         self._scheduler.change_weights(self.weight_version, self.config.on_weight_change)
@@ -530,7 +631,7 @@ class RolloutEngine:
             may_flash=self.config.auto_switch_to_flash,
         )
         page_size, order = page_size_for(self._backend, self.config.page_size), self._backend.page_order
-        if self._kernels is not None:
+        if self._kernels is not None and not self._executor.is_compiling:
             fuse_layers(view, self._kernels, self._device, position_limit(config))
         is_same = (
             not is_first
@@ -538,6 +639,7 @@ class RolloutEngine:
             and (page_size, order) == (self._cache.page_size, self._cache.order)
         )
         self._plan, self._autocast = plan, autocast  # not before: what was refused is looked at again
+        self._executor.renew(view, plan, self._backend, page_size, position_limit(config))
         self._requests.renew(
             vocab_size=plan.vocab_size,
             position_limit=position_limit(config),
@@ -545,7 +647,8 @@ class RolloutEngine:
         )
         if not is_same:
             self._is_sized = False
-            self._cache = KVCache(plan.layout, page_size, order)
+            has_scrap = self._executor.is_recording
+            self._cache = KVCache(plan.layout, page_size, order, has_scrap=has_scrap)
             self._capacity = CapacityPlanner(
                 self.config, plan.layout, page_size=page_size, position_limit=position_limit(config)
             )

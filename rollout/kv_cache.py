@@ -99,12 +99,25 @@ class KVCache:
         cache.resize((128,))                 # 128 pages in the only group, plus the null page
         cache.layer(0).write(slots, key, value)
         cache.release()                      # memory goes back; resize() takes it again
+
+    With ``has_scrap`` each group has one page more, which belongs to nobody: rows that only fill up a
+    recorded step write there.
     """
 
-    def __init__(self, layout: CacheLayout, page_size: int, order: PageOrder = PageOrder.HEADS_FIRST) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        page_size: int,
+        order: PageOrder = PageOrder.HEADS_FIRST,
+        *,
+        has_scrap: bool = False,
+    ) -> None:
         self.layout = layout
         self.page_size = page_size
         self.order = order
+        self.epoch = 0
+        """Counts how often the tensors were made anew: what holds their addresses is then void."""
+        self._num_scrap = int(has_scrap)
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._layers: dict[int, LayerPages] = {}  # views made once: a step asks for each
         self._num_pages: tuple[int, ...] = tuple(0 for _ in layout.groups)
@@ -127,6 +140,7 @@ class KVCache:
         assert all(new >= old for new, old in zip(num_pages, self._num_pages, strict=True))
         if num_pages == self._num_pages:
             return
+        self.epoch += 1
         self._layers = {}  # they hold the old tensors
         grown = []
         for g, (group, count) in enumerate(zip(self.layout.groups, num_pages, strict=True)):
@@ -145,6 +159,7 @@ class KVCache:
 
     def release(self) -> None:
         """Give all memory back."""
+        self.epoch += 1
         self._tensors, self._layers = [], {}
         self._num_pages = tuple(0 for _ in self.layout.groups)
 
@@ -159,6 +174,12 @@ class KVCache:
     def group_of(self, layer: int) -> int:
         """The group a layer belongs to."""
         return self._place[layer][0]
+
+    @property
+    def scrap_pages(self) -> tuple[int, ...]:
+        """Each group's page for what nobody reads."""
+        assert self._num_scrap, "the cache was made without"
+        return tuple(count + 1 for count in self._num_pages)
 
     def copy_pages(self, group: int, sources: Tensor, targets: Tensor) -> None:
         """Copy pages ``sources`` to ``targets`` (``[C] int64`` each) in all layers of a group.
@@ -185,12 +206,13 @@ class KVCache:
 
     def _make(self, layers: int, heads: int, pages: int, dim: int, old: Tensor | None) -> Tensor:
         # not torch.zeros: memory is touched only when a page is taken and cleared
-        sizes = [layers, heads, pages + 1, self.page_size, dim]
+        sizes = [layers, heads, 1 + pages + self._num_scrap, self.page_size, dim]
         in_memory = (0, 2, 3, 1, 4) if self.order is PageOrder.TOKENS_FIRST else (0, 1, 2, 3, 4)
         new = torch.empty_permuted(sizes, in_memory, dtype=self.layout.dtype, device=self.layout.device)
         new[:, :, 0] = 0  # the null page, which padded table entries read
         if old is not None:
-            kept = min(old.shape[2], pages + 1)  # smaller only after a growth that failed half-way
+            # no scrap page is kept; smaller only after a growth that failed half-way
+            kept = min(old.shape[2] - self._num_scrap, pages + 1)
             new[:, :, 1:kept] = old[:, :, 1:kept]
         return new
 

@@ -69,6 +69,8 @@ class EngineLoop:
         a pause."""
         was_paused = False
         while True:
+            if self._gate.is_wanted:
+                self._engine.synchronize()  # what was launched still reads the weights
             was_paused |= self._gate.let_pauses_pass()
             if self._desk.has_news or self._engine.has_work or self._gate.stopping:
                 return was_paused

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -159,6 +159,12 @@ class ContinuousBatchingManager:
         self._gate.stop(hard=hard_stop, keep_memory=keep_for_next_session)
         if block:
             self.join(timeout)
+
+    def warmup(self, *, num_requests: int | None = None, num_tokens: int | None = None) -> None:
+        """Compile and record before the first request comes; see ``RolloutEngine.warmup``."""
+        self._check_process()
+        with self.pause() if self.is_running() else nullcontext():
+            self._engine.warmup(num_requests=num_requests, num_tokens=num_tokens)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the loop's thread to end, at most ``timeout`` seconds.

@@ -55,6 +55,15 @@ class Meter:
         self._counts["loaded"] += pages_loaded
         self._peak_pages = max(self._peak_pages, pages_held)
 
+    def count_graphs(self, *, recorded: int, replayed: int) -> None:
+        """Count recordings that were made and steps that were replayed from one."""
+        self._counts["recorded"] += recorded
+        self._counts["replayed"] += replayed
+
+    def count_discarded(self, num_tokens: int) -> None:
+        """Count tokens that were drawn for nothing."""
+        self._counts["discarded"] += num_tokens
+
     def metrics(
         self,
         completions: Sequence[Completion],
@@ -73,7 +82,10 @@ class Meter:
             generated_tokens=sum(len(c.token_ids) for c in completions),
             computed_tokens=self._counts["computed"],
             cached_tokens=sum(c.cached_tokens for c in completions),
+            discarded_tokens=self._counts["discarded"],
             num_steps=self._counts["steps"],
+            replayed_steps=self._counts["replayed"],
+            recorded_graphs=self._counts["recorded"],
             num_preemptions=sum(c.num_preemptions for c in completions),
             pages_saved=self._counts["saved"],
             pages_loaded=self._counts["loaded"],

@@ -10,11 +10,13 @@ from typing import SupportsFloat, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from rollout.attention import IMPLEMENTATION, AttentionBackend, AttentionCall
 from rollout.batch import StepBatch
 from rollout.kv_cache import KVCache
 from rollout.probe import ModelPlan
+from rollout.transfer import upload
 
 
 def engine_mode() -> AbstractContextManager[object]:
@@ -52,6 +54,9 @@ class PagedStep:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, object]
     ) -> Tensor:
         """Attends for one layer; see ``TokenStep``."""
+        padding = query.shape[0] - self.batch.num_tokens
+        if padding:  # of a compiled forward: attended as zeros, stored nowhere
+            query, key, value = (x[: self.batch.num_tokens] for x in (query, key, value))
         layer = self.layer_of[id(module)]
         dtype = self.cache.layout.dtype
         group = self.batch.groups[self.cache.group_of(layer)]
@@ -66,7 +71,8 @@ class PagedStep:
             softcap=None if softcap is None else float(cast(SupportsFloat, softcap)),
             sinks=sinks if isinstance(sinks, Tensor) else None,
         )
-        return self.backend.attend(call, pages, group)
+        out = self.backend.attend(call, pages, group)
+        return pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
 
 def forward(
@@ -74,29 +80,53 @@ def forward(
 ) -> Tensor:
     """Run the view over a step: logits ``[D, V]`` of the rows that draw."""
     move_pages(batch, cache)
-    keep = {"logits_to_keep": batch.logit_index} if plan.keeps_logits else {}
+    return run_model(view, plan, batch, cache, backend)
+
+
+def run_model(
+    view: nn.Module,
+    plan: ModelPlan,
+    batch: StepBatch,
+    cache: KVCache,
+    backend: AttentionBackend,
+    padding: tuple[int, int] = (0, 0),
+) -> Tensor:
+    """Logits ``[D, V]`` of a step whose pages are ready.
+
+    ``padding`` tokens and logits are added for the view and cut off again (see
+    :mod:`rollout.compiled`).
+    """
+    index = _padded(batch.logit_index, padding[1])
+    keep = {"logits_to_keep": index} if plan.keeps_logits else {}
     logits: Tensor = view(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
+        input_ids=_padded(batch.input_ids, padding[0]),
+        position_ids=_padded(batch.position_ids, padding[0]),
         use_cache=False,
         rollout_step=PagedStep(batch, cache, backend, plan.layer_of),
         **keep,
     ).logits[0]
-    return logits if plan.keeps_logits else logits.index_select(0, batch.logit_index)
+    logits = logits if plan.keeps_logits else logits.index_select(0, index)
+    return logits[: len(batch.logit_index)] if padding[1] else logits
+
+
+def _padded(x: Tensor, count: int) -> Tensor:
+    """``count`` zeros more in the last dimension."""
+    return pad(x, (0, count)) if count else x
 
 
 def move_pages(batch: StepBatch, cache: KVCache) -> None:
-    """Bring the pages into the state in which the step's rows expect them."""
+    """Bring the pages into the state in which the step's rows expect them; comes before its forward."""
+    device = cache.layout.device
     for move in batch.saves:  # first of all: their pages have new owners already
-        move.saved.stored[move.group] = cache.read_pages(move.group, move.pages)
+        move.saved.stored[move.group] = cache.read_pages(move.group, upload(move.pages, device))
     for g, group in enumerate(batch.groups):
         # copies first: a page that somebody else clears may be a copy's source
         if group.copy_sources is not None and group.copy_targets is not None:
-            cache.copy_pages(g, group.copy_sources, group.copy_targets)
+            cache.copy_pages(g, upload(group.copy_sources, device), upload(group.copy_targets, device))
         if group.fresh_pages is not None:
-            cache.clear_pages(g, group.fresh_pages)
+            cache.clear_pages(g, upload(group.fresh_pages, device))
     for move in batch.loads:
-        cache.write_pages(move.group, move.pages, move.saved.stored[move.group])
+        cache.write_pages(move.group, upload(move.pages, device), move.saved.stored[move.group])
 
 
 def set_attention(view: nn.Module) -> None:

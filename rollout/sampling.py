@@ -9,7 +9,7 @@ Legend: L rows of logits, R rows drawn in a call, C rows of one chunk, V vocabul
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from enum import Enum
 
 import numpy as np
@@ -20,6 +20,7 @@ from rollout.native import Kernels
 from rollout.noise import uniforms
 from rollout.processing import SamplingRow, process
 from rollout.spread import BLOCK, Knobs, Spread, Spreader, invert
+from rollout.transfer import Readback, upload
 from rollout.truncation import pick_truncated
 from rollout.types import DrawnToken, NonFiniteLogits
 
@@ -38,23 +39,70 @@ class Mode(Enum):
     TRUNCATED = "truncated"
 
 
-@torch.no_grad()
+class Draws:
+    """Tokens that are being drawn: on the device at once, on the host when they are asked for."""
+
+    def __init__(self, order: Sequence[int], table: Tensor, failures: Mapping[int, Exception]) -> None:
+        self._order = order
+        self._table = table
+        self._failures = failures
+        self._readback = Readback(table)
+
+    @property
+    def failed(self) -> Set[int]:
+        """Rows that are known to have an error before anything is read."""
+        return self._failures.keys()
+
+    @property
+    def tokens(self) -> Tensor:
+        """[D] int64 on the device, in the order of :attr:`places`."""
+        return self._table[:, 0].long()
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Where in :attr:`tokens` the token of a row is; rows that draw none have no entry."""
+        return {row: place for place, row in enumerate(self._order)}
+
+    def wait(self) -> None:
+        """Until the device has drawn."""
+        self._readback.wait()
+
+    def results(self) -> tuple[DrawnToken | Exception, ...]:
+        """One token per row, or the error that this row alone has; waits for the device."""
+        results: dict[int, DrawnToken | Exception] = {**self._failures}
+        for i, numbers in zip(self._order, self._readback.wait().tolist(), strict=True):
+            results[i] = _result(numbers, self._failures.get(i))
+        return tuple(results[i] for i in range(len(results)))
+
+
 def draw(
     logits: Tensor,
     rows: Sequence[SamplingRow],
     logit_rows: Sequence[int] | None = None,
     kernels: Kernels | None = None,
 ) -> tuple[DrawnToken | Exception, ...]:
-    """One token per row, or the error that this row alone has.
+    """One token per row, or the error that this row alone has: :func:`launch_draw` and its results."""
+    return launch_draw(logits, rows, logit_rows, kernels).results()
+
+
+@torch.no_grad()
+def launch_draw(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    logit_rows: Sequence[int] | None = None,
+    kernels: Kernels | None = None,
+) -> Draws:
+    """Draw one token per row.
 
     ``logits`` is [L, V] of any float dtype and is not modified; ``rows[i]`` draws from
     ``logits[logit_rows[i]]`` (``None``: from ``logits[i]``), so several rows may share one.
-    An entry is an exception when its logits hold NaN or +inf or nothing finite, when a logits
+    An entry of the results is an exception when its logits hold NaN or +inf or nothing finite, when a logits
     processor raised or returned a wrong shape, or when an id is outside the vocabulary. With
     ``kernels`` the passes over the vocabulary are made in compiled code.
 
     Rows are sorted by what they need, so that each chunk takes one path through the code; the
-    results leave the device once, at the end.
+    results leave the device once, at the end. Rows without truncation and processing are drawn
+    without waiting for the device.
     """
     sources = range(len(rows)) if logit_rows is None else logit_rows
     assert logits.ndim == 2 and logits.is_floating_point() and len(sources) == len(rows)
@@ -64,7 +112,7 @@ def draw(
     kinds = {i: (r.is_processed, _mode(r, vocab).value) for i, r in enumerate(rows) if i not in failures}
     order = sorted(kinds, key=kinds.__getitem__)
     if not order:
-        return tuple(failures[i] for i in range(len(rows)))
+        return Draws((), torch.empty((0, 6), dtype=torch.float64), failures)
     knobs = _knobs([rows[i] for i in order], vocab, logits.device)
     max_len = _chunk_len(logits)
     spread = Spreader(kernels, logits, min(max_len, len(order)))
@@ -76,10 +124,7 @@ def draw(
         table, failed = _draw_chunk(raw, [rows[i] for i in members], part, spread)
         tables.append(table)
         failures.update({members[c]: error for c, error in failed.items()})
-    results: dict[int, DrawnToken | Exception] = {**failures}
-    for i, numbers in zip(order, torch.cat(tables).tolist(), strict=True):
-        results[i] = _result(numbers, failures.get(i))
-    return tuple(results[i] for i in range(len(rows)))
+    return Draws(order, tables[0] if len(tables) == 1 else torch.cat(tables), failures)
 
 
 @torch.no_grad()
@@ -130,7 +175,7 @@ def _load(logits: Tensor, sources: Sequence[int]) -> Tensor:
     first = sources[0]
     if list(sources) == list(range(first, first + len(sources))):
         return logits[first : first + len(sources)]
-    return logits[torch.tensor(sources, device=logits.device)]
+    return logits[upload(torch.tensor(sources), logits.device)]
 
 
 def _knobs(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Knobs:
@@ -145,7 +190,8 @@ def _knobs(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Kno
         )
         for p in (row.params for row in rows)
     ]
-    table = torch.from_numpy(np.column_stack([noise, np.array(settings, dtype=np.float64)])).to(device)
+    host = torch.from_numpy(np.column_stack([noise, np.array(settings, dtype=np.float64)]))
+    table = upload(host, device)
     return Knobs(table[:, 0], table[:, 1:2].float(), table[:, 2:3].long(), table[:, 3:4], table[:, 4:5])
 
 

@@ -16,7 +16,7 @@ share its pages and draw from its logits.
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from rollout.config import EngineConfig
@@ -132,12 +132,50 @@ class Scheduler:
         saves, self._saves = self._saves, []
         return draft.freeze(saves)
 
+    def plan_ahead(self, ending: Set[int]) -> StepPlan | None:
+        """The next step before the tokens of the last one are known: one token more of each sequence.
+
+        The running sequences must have their next token's place in ``ids``, except those of ``ending``
+        (their ``id()``), which get no row. Nothing is preempted, admitted or registered here: where
+        the next step might do so, the answer is ``None`` and :meth:`plan` must be asked when the tokens
+        are there. A plan may be forgotten before it is committed: the pages taken stay the sequences'.
+        """
+        rows = [s for s in self._running if id(s) not in ending]
+        if not rows or len(rows) > self._max_tokens or self._saves:
+            return None
+        if not all(s.is_decoding and s.num_generated for s in rows):
+            return None  # a prompt's end may start forks
+        if self._waiting and (len(rows) < len(self._running) or self._could_admit()):
+            return None
+        missing = zip(*(self.tables.missing(s, len(s.ids)) for s in rows), strict=True)
+        if not self.tables.is_available(map(sum, missing)):
+            return None
+        draft = _Draft(self._max_tokens, fresh=[[] for _ in self.tables.pools])
+        for sequence in rows:
+            copies, fresh = self.tables.extend(sequence, len(sequence.ids))
+            draft.rows.append(PlannedRow(sequence=sequence, start=sequence.num_computed, length=1))
+            draft.copies += copies
+            for pages, taken in zip(draft.fresh, fresh, strict=True):
+                pages += taken
+        return draft.freeze([])
+
+    def confirm(self, plan: StepPlan) -> bool:
+        """The tokens that a plan made ahead was made without are there now: its full pages can be found.
+
+        Returns whether any of its sequences still runs.
+        """
+        running = [row for row in plan.rows if row.sequence.is_running]
+        for row in running:
+            self.tables.register(row.sequence, row.start + row.length)
+        return bool(running)
+
     def commit(self, plan: StepPlan) -> None:
         """Note that the plan's tokens are computed; pages outside windows are given back."""
         for row in plan.rows:
             for sequence in (row.sequence, *row.forks):
-                sequence.num_computed = row.start + row.length
-                self.tables.recycle(sequence)
+                if sequence.is_running:  # else it ended after this step was planned
+                    sequence.num_computed = row.start + row.length
+                    self.tables.recycle(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, error: Exception | None = None) -> None:
         """End a sequence, whatever its state, and give back its pages."""
@@ -276,18 +314,11 @@ class Scheduler:
         while self._waiting and draft.budget > 0 and len(self._running) < self._max_running:
             sequence = self._waiting[0]
             saved = sequence.saved
-            if saved is None:
-                self.tables.match_prefix(sequence)
-                computed = sequence.num_computed
-            else:
-                sequence.first_page = list(saved.first_page)
-                computed = saved.num_computed
-            needed = self.tables.missing(sequence, len(sequence.ids) + 1)
+            computed = self._match(sequence)
             # an idle engine may always start one, in chunks if it must
-            if self._running and not self.tables.is_available(needed, self._margin):
-                if saved is not None or not self._fits_in_chunks(sequence, needed):
-                    self.tables.release(sequence)
-                    return
+            if self._running and not self._fits(sequence):
+                self.tables.release(sequence)
+                return
             length = min(len(sequence.ids) - computed, draft.budget, self.tables.room(sequence) - computed)
             if length <= 0:  # preempted when it was as long as the cache, and alone now
                 assert not self._running, "a sequence was found to fit and has no room"
@@ -303,6 +334,32 @@ class Scheduler:
             self._add_row(draft, sequence, length)
             if draft.lacks_room:
                 return
+
+    def _could_admit(self) -> bool:
+        """Whether the next waiting sequence could start now."""
+        if len(self._running) >= self._max_running:
+            return False
+        sequence = self._waiting[0]
+        self._match(sequence)
+        fits = self._fits(sequence)
+        self.tables.release(sequence)
+        return fits
+
+    def _match(self, sequence: Sequence) -> int:
+        """Give a waiting sequence the pages of its prefix, or note where its saved ones begin; how many of
+        its tokens are computed with them."""
+        if sequence.saved is None:
+            self.tables.match_prefix(sequence)
+            return sequence.num_computed
+        sequence.first_page = list(sequence.saved.first_page)
+        return sequence.saved.num_computed
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether a sequence that was matched has room, with the margin left."""
+        needed = self.tables.missing(sequence, len(sequence.ids) + 1)
+        if self.tables.is_available(needed, self._margin):
+            return True
+        return sequence.saved is None and self._fits_in_chunks(sequence, needed)
 
     def _fits_in_chunks(self, sequence: Sequence, needed: list[int]) -> bool:
         """Whether only windowed groups lack room, which chunked prefill recycles as it goes."""

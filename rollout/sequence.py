@@ -224,6 +224,11 @@ class StepPlan:
         """Tokens that go through the model."""
         return sum(row.length for row in self.rows)
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row has one token."""
+        return all(row.length == 1 for row in self.rows)
+
     def drawing(self) -> list[Sequence]:
         """The sequences that draw a token, in the order of the logits' rows."""
         return [s for row in self.rows if row.draws for s in (row.sequence, *row.forks)]

@@ -284,7 +284,13 @@ class RolloutMetrics:
     """Tokens that went through the model, recomputation after preemption included."""
     cached_tokens: int
     """Prompt tokens taken from shared pages instead of computed."""
+    discarded_tokens: int
+    """Tokens drawn ahead for sequences that had ended meanwhile, or under weights that changed."""
     num_steps: int
+    replayed_steps: int
+    """Steps that were replayed from a recorded CUDA graph."""
+    recorded_graphs: int
+    """CUDA graphs that were recorded meanwhile, one per padded size."""
     num_preemptions: int
     pages_saved: int
     """Pages of preempted sequences copied to host memory (see ``EngineConfig.cpu_offload_space``)."""

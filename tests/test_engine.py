@@ -19,6 +19,7 @@ from transformers import (
 import rollout.attention.backend
 import rollout.capacity
 import rollout.engine
+import rollout.execution
 import rollout.parallel
 import rollout.scoring
 from oracle import assert_greedy, assert_logprobs, oracle_greedy
@@ -313,7 +314,7 @@ def test_a_crash_in_a_step_fails_every_live_request_with_the_cause(monkeypatch: 
         raise MemoryError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rollout.engine, "forward", explode)
+        patch.setattr(rollout.execution, "forward", explode)
         done = engine.step()
     assert {c.request_id for c in done} == {"running", "waiting"}
     for completion in done:
@@ -334,7 +335,7 @@ def test_an_interrupt_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rollout.engine, "forward", interrupt)
+        patch.setattr(rollout.execution, "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([PROMPT, [7]], GREEDY)
     engine.check()
@@ -594,7 +595,7 @@ def test_an_interrupted_generate_keeps_other_peoples_completions(monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rollout.engine, "forward", interrupt)
+        patch.setattr(rollout.execution, "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([PROMPT], GREEDY)
     assert engine.has_work

@@ -1012,9 +1012,11 @@ SHARED_PREFIXES = ([0] * 17, [1, 2] * 9, [1, 2, 0, 0, 1, 2, 2, 0, 1, 1, 0, 2])
 class RandomEvents:
     """Does one thing after the other to a driver, chosen by a private generator."""
 
+    driver_class = Driver
+
     def __init__(self, world: World, seed: int) -> None:
         self.rng = random.Random(f"{world} {seed}")
-        self.driver = Driver(
+        self.driver = self.driver_class(
             num_pages=world.num_pages,
             windows=world.windows,
             page_size=world.page_size,

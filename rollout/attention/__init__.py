@@ -90,7 +90,7 @@ def make_backend(
         if rules.max_decode_pages != max_decode_pages:
             level = logging.INFO if max_decode_pages is None else logging.WARNING
             logger.log(level, "max_blocks_per_request is 0: layers that slide have no decode fast path")
-        return PagedAttention(kernel, rules)
+        return PagedAttention(choice, kernel, rules)
     if paged and name != "auto":
         raise ValueError(f"attn_implementation={name!r} is not possible here: {reasons[name]}; use 'auto'")
     if paged:
@@ -150,6 +150,7 @@ def _torch_backend(name: str, layout: CacheLayout, kernels: Kernels | None) -> A
     return SdpaAttention()
 
 
+@torch.compiler.disable
 def paged_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -160,6 +161,8 @@ def paged_attention(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attention function of transformers' interface: ``query [1, N, T, H] -> [1, T, N, H]``.
+
+    ``torch.compile`` breaks its graph here: what the step's object holds is never traced or guarded.
 
     Raises:
         RuntimeError: the model did not pass the engine's keyword on to its attention layers.

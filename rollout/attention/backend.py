@@ -46,9 +46,18 @@ class AttentionBackend(Protocol):
     """Computes one layer's attention from the pages."""
 
     @property
+    def name(self) -> str:
+        """Its name in the table of backends."""
+
+    @property
     def needs_masks(self) -> bool:
         """Whether decode rows come in buckets of similar length with a bias each; else all in one
         bucket, with the range of keys that each row sees."""
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether attending decode rows reads nothing but tensors of the batch and never waits for the
+        device, so that it can be recorded once and replayed on other numbers."""
 
     @property
     def run_rules(self) -> RunRules | None:

@@ -12,10 +12,12 @@ from rollout.runs import RowSpan
 class EagerAttention:
     """Attention without buckets, padding or fused kernels; see ``AttentionBackend``."""
 
+    name = "eager"
     needs_masks = False
     run_rules = None
     page_order = PageOrder.HEADS_FIRST
     page_multiple = 1
+    is_recordable = False  # the rows' pages are lists
 
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """See ``AttentionBackend``."""

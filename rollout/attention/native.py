@@ -17,10 +17,12 @@ from rollout.native import HEAD_DIMS, KINDS, Kernels
 class NativeAttention:
     """Attention by compiled kernels; see ``AttentionBackend``."""
 
+    name = "native"
     needs_masks = False
     run_rules = None
     page_order = PageOrder.HEADS_FIRST
     page_multiple = 1
+    is_recordable = True
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

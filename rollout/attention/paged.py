@@ -61,9 +61,11 @@ class PagedAttention:
     """A paged kernel as a backend; see ``AttentionBackend``."""
 
     needs_masks = False
+    is_recordable = True
     page_order = PageOrder.TOKENS_FIRST
 
-    def __init__(self, kernel: PagedKernel, run_rules: RunRules) -> None:
+    def __init__(self, name: str, kernel: PagedKernel, run_rules: RunRules) -> None:
+        self.name = name
         self.kernel = kernel
         self.run_rules = run_rules
         self.page_multiple = kernel.limits.page_multiple

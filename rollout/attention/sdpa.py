@@ -20,10 +20,12 @@ from rollout.kv_cache import LayerPages, PageOrder
 class SdpaAttention:
     """Attention by buckets of similar rows; see ``AttentionBackend``."""
 
+    name = "sdpa"
     needs_masks = True
     run_rules = None
     page_order = PageOrder.HEADS_FIRST
     page_multiple = 1
+    is_recordable = True
 
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """See ``AttentionBackend``."""

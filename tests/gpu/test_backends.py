@@ -82,7 +82,7 @@ def test_the_kernel_computes_what_the_slow_twin_does(
     batch = step(ROWS[rows], window, rules)
     plain = step(ROWS[rows], window, None)
     shape = LayerShape(num_kv_heads, head_dim, head_dim, window)
-    backend = PagedAttention(kernel, rules)
+    backend = PagedAttention("flash", kernel, rules)
     num_pages = 1 + max(max(row.pages) for row in batch.rows)
     cache = KVCache(CacheLayout.from_layers((shape,), dtype, DEVICE), PAGE_SIZE, backend.page_order)
     twin = KVCache(CacheLayout.from_layers((shape,), torch.float32, DEVICE), PAGE_SIZE)
