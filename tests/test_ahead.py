@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollout.ahead
+import rollout.stepper
 from fake_graphs import FakeGraphs, serve_graphs
 from oracle import assert_greedy, oracle_greedy
 from rollout import Completion, RolloutEngine, SamplingParams
@@ -104,7 +105,7 @@ def test_an_end_that_can_be_foreseen_costs_nothing() -> None:
     engine = make()
     batch = engine.generate(PROMPTS, mixed())
     assert {c.finish_reason for c in batch} == {"length"}
-    assert batch.metrics.discarded_tokens == 0 and engine._flight is None
+    assert batch.metrics.discarded_tokens == 0 and engine._stepper.flight is None
     engine = make(model={"max_position_embeddings": 36})
     batch = engine.generate(PROMPTS, SamplingParams(max_new_tokens=50, temperature=0))
     assert {c.finish_reason for c in batch} == {"max_position"}
@@ -217,11 +218,11 @@ def play(engine: RolloutEngine, script: list[tuple[Any, ...]]) -> dict[tuple[str
         else:
             engine.release_memory()
         engine.check()
-        assert UNKNOWN_ID not in {token for s in engine._scheduler.live() for token in s.ids}
+        assert UNKNOWN_ID not in {token for s in engine._stepper.scheduler.live() for token in s.ids}
     while engine.has_work:
         take(engine.step())
         engine.check()
-    assert engine._flight is None
+    assert engine._stepper.flight is None
     return done
 
 
@@ -235,7 +236,7 @@ def started(**settings: Any) -> RolloutEngine:
         engine.add_request(prompt, SamplingParams(max_new_tokens=12, temperature=0), request_id=f"r{i}")
     for _ in range(3):
         assert engine.step() == []
-    assert engine._flight is not None and len(engine._flight.drawing) == 3
+    assert engine._stepper.flight is not None and len(engine._stepper.flight.drawing) == 3
     return engine
 
 
@@ -272,7 +273,7 @@ def test_all_cancelled_leaves_nothing_in_flight() -> None:
     for i in range(3):
         engine.cancel_request(f"r{i}")
     assert {c.finish_reason for c in engine.step()} == {"cancelled"}
-    assert engine._flight is None and not engine.has_work
+    assert engine._stepper.flight is None and not engine.has_work
     engine.check()
 
 
@@ -320,12 +321,12 @@ def test_a_failure_ahead_does_not_lose_the_tokens_before_it(monkeypatch: pytest.
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(rollout.engine, "carry_over", fail)
+    monkeypatch.setattr(rollout.stepper, "carry_over", fail)
     done = {c.request_id: c for c in engine.step()}
     monkeypatch.undo()
     assert done["ends"].finish_reason == "eos" and len(done["ends"].token_ids) == 2
     assert done["goes on"].finish_reason == "error" and "out of memory" in str(done["goes on"].error)
-    assert engine._flight is None and not engine.has_work
+    assert engine._stepper.flight is None and not engine.has_work
     engine.check()
 
 

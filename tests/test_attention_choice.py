@@ -145,7 +145,7 @@ def test_the_probe_tells_soft_caps_and_sinks() -> None:
         "gemma2": AttentionTraits(has_softcap=True),
         "gpt_oss": AttentionTraits(has_sinks=True),
     }.items():
-        assert RolloutEngine(TINY_MODELS[name]())._plan.traits == traits
+        assert RolloutEngine(TINY_MODELS[name]())._stepper.plan.traits == traits
 
 
 def test_on_a_cpu_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_the_engine_works_with_the_page_size_that_the_kernel_needs(monkeypatch: 
     fake.calls.all.clear()
     batch = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, temperature=0))
     engine.score([[1, 2, 3]], [batch[0].token_ids])
-    assert engine._cache.page_size == 48  # 32 rounded up
+    assert engine._stepper.cache.page_size == 48  # 32 rounded up
     assert fake.calls.all
 
 

@@ -439,7 +439,7 @@ def test_a_model_that_ignores_logits_to_keep_never_mixes_rows() -> None:
     engine = RolloutEngine(model)
     prompts = [[7], PROMPT, [1, 2, 3]]
     found = engine.generate(prompts, GREEDY)
-    assert not engine._plan.keeps_logits
+    assert not engine._stepper.plan.keeps_logits
     assert [c.token_ids for c in found] == [c.token_ids for c in make().generate(prompts, GREEDY)]
 
 
@@ -562,7 +562,7 @@ def test_metrics_count_what_happened() -> None:
 def test_max_memory_bounds_all_layer_groups_together(name: str) -> None:
     bound = 60 * 2**10
     engine = make(name, config=EngineConfig(page_size=4, max_memory=bound))
-    null_pages = sum(engine._plan.layout.page_bytes(4))
+    null_pages = sum(engine._stepper.plan.layout.page_bytes(4))
     for prompts in ([[1] * 30] * 3, [[1] * 4] * 40, [[2] * 60], [[i] * 20 for i in range(20)]):
         batch = engine.generate(prompts, SamplingParams(max_new_tokens=20, temperature=0))
         assert engine.cache_bytes <= bound + null_pages
@@ -583,7 +583,7 @@ def test_the_budget_is_settled_once_and_does_not_creep(monkeypatch: pytest.Monke
         engine.step()
         sizes.add(engine.cache_bytes)
     (size,) = sizes
-    assert size <= 40 * 2**10 + sum(engine._plan.layout.page_bytes(4))  # the null page comes on top
+    assert size <= 40 * 2**10 + sum(engine._stepper.plan.layout.page_bytes(4))  # the null page comes on top
 
 
 def test_an_interrupted_generate_keeps_other_peoples_completions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def make(name: str = "llama", **settings: Any) -> RolloutEngine:
 
 def pages_of(engine: RolloutEngine, page: int) -> list[torch.Tensor]:
     """That page of every tensor of the cache."""
-    return [tensor[:, :, page] for pair in engine._cache._tensors for tensor in pair]
+    return [tensor[:, :, page] for pair in engine._stepper.cache._tensors for tensor in pair]
 
 
 # --- sizes --------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_pages_hold_what_a_plain_engine_writes_and_nothing_else(graphs: FakeGrap
     for page in range(41):
         for ours, theirs in zip(pages_of(recorded, page), pages_of(plain, page), strict=True):
             torch.testing.assert_close(ours, theirs)
-    assert recorded._cache._tensors[0][0].shape[2] == plain._cache._tensors[0][0].shape[2] + 1
+    assert recorded._stepper.cache._tensors[0][0].shape[2] == plain._stepper.cache._tensors[0][0].shape[2] + 1
 
 
 def test_preempted_and_shared_sequences_are_replayed_right(graphs: FakeGraphs) -> None:
@@ -239,7 +239,7 @@ def test_recordings_are_dropped_with_what_they_point_at(change: str, graphs: Fak
         linear.weight = torch.nn.Parameter(linear.weight.detach() * 0.5)
     elif change == "released":
         engine.release_memory()
-        assert engine._executor._graphs is not None and not engine._executor._graphs.keys
+        assert engine._stepper.executor._graphs is not None and not engine._stepper.executor._graphs.keys
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=change == "autocast"):
         batch = engine.generate(PROMPTS[:2], longer)
     assert graphs.num_captures == (1 if change == "nothing" else 2)
@@ -331,7 +331,7 @@ def decided(caplog: pytest.LogCaptureFixture, **settings: Any) -> tuple[bool, bo
     with caplog.at_level(logging.INFO, logger="rollout.nothing"):
         engine = RolloutEngine(TINY_MODELS["llama_wide"](), config=settings)
     said = "\n".join(r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
-    return engine._executor.is_recording, engine._executor.is_ahead, said
+    return engine._stepper.executor.is_recording, engine._stepper.executor.is_ahead, said
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_tokens_and_logprobs_are_those_of_computing_again(name: str, space: floa
 def test_little_space_serves_some_and_computes_the_others_again() -> None:
     ids, _, _ = run(engine())
     made = engine()
-    page_bytes = sum(made._plan.layout.page_bytes(4))
+    page_bytes = sum(made._stepper.plan.layout.page_bytes(4))
     some_ids, _, metrics = run(engine(cpu_offload_space=3 * page_bytes / GIB))
     _, _, all_of_them = run(engine(cpu_offload_space=1.0))
     assert some_ids == ids
@@ -58,7 +58,7 @@ def step_until_saved(made: RolloutEngine) -> "weakref.ref[torch.Tensor]":
         made.add_request(prompt, DRAWN)
     for _ in range(100):
         made.step()
-        for sequence in made._scheduler.waiting:
+        for sequence in made._stepper.scheduler.waiting:
             if sequence.saved is not None and sequence.saved.stored:
                 return weakref.ref(sequence.saved.stored[0][0])
     raise AssertionError("nothing was saved")
@@ -76,7 +76,7 @@ def test_copies_are_freed_when_they_are_loaded_or_of_no_use() -> None:
         finish,
         RolloutEngine.release_memory,
         RolloutEngine.refresh_weights,
-        lambda made: [made.cancel_request(f"{s.request.request_id}") for s in made._scheduler.waiting],
+        lambda made: [made.cancel_request(s.request.request_id) for s in made._stepper.scheduler.waiting],
     ):
         made = engine(cpu_offload_space=1.0)
         copy = step_until_saved(made)
@@ -111,7 +111,7 @@ def test_more_than_the_threshold_is_cut_with_a_warning(
     with caplog.at_level(logging.WARNING, "rollout"):
         made = engine(cpu_offload_space=50.0, cpu_offload_space_safety_threshold=0.25)
     assert "cpu_offload_space_safety_threshold=0.25 of the available memory; 25.00 GiB" in caplog.text
-    assert made._capacity.swap_bytes() == int(0.25 * free)
-    assert engine(cpu_offload_space=None)._capacity.swap_bytes() == int(0.8 * free)
-    assert engine(cpu_offload_space=2.0)._capacity.swap_bytes() == 2 * GIB
-    assert engine()._capacity.swap_bytes() == 0
+    assert made._stepper.capacity.swap_bytes() == int(0.25 * free)
+    assert engine(cpu_offload_space=None)._stepper.capacity.swap_bytes() == int(0.8 * free)
+    assert engine(cpu_offload_space=2.0)._stepper.capacity.swap_bytes() == 2 * GIB
+    assert engine()._stepper.capacity.swap_bytes() == 0

@@ -205,7 +205,7 @@ def test_another_kernel_for_the_same_model_gets_another_cache(use: Callable[[Fak
     engine = RolloutEngine(model, config={"attn_implementation": "varlen", "native_kernels": False})
     params = SamplingParams(max_new_tokens=5, temperature=0)
     engine.generate([[1, 2, 3]], params)
-    assert engine._cache.page_size == 32
+    assert engine._stepper.cache.page_size == 32
     fake = FakeVarlen(page_multiple=24)
     kernel = fake.kernel()
     kernel.limits = dataclasses.replace(kernel.limits, page_multiple=24)
@@ -213,5 +213,5 @@ def test_another_kernel_for_the_same_model_gets_another_cache(use: Callable[[Fak
     use(fake)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # type: ignore[union-attr]
     (completion,) = engine.generate([[1, 2, 3]], params)
-    assert engine._cache.page_size == 48
+    assert engine._stepper.cache.page_size == 48
     assert_logprobs(model, completion, temperature=0.0)

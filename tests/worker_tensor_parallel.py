@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import rollout
-import rollout.engine
+import rollout.execution
+import rollout.stepper
 from rollout import RolloutEngine, SamplingParams
 from rollout.manager import ContinuousBatchingManager
 from rollout.outputs import GenerationOutput
@@ -88,7 +89,7 @@ def see_engine(folder: Path) -> dict[str, Any]:
             "whole": rows(whole.generate(PROMPTS, PARAMS)),
             "scores": engine.score(PROMPTS, completions),
             "whole_scores": whole.score(PROMPTS, completions),
-            "kv_heads": [group.shape.num_kv_heads for group in engine._plan.layout.groups],
+            "kv_heads": [group.shape.num_kv_heads for group in engine._stepper.plan.layout.groups],
             "num_fused": sum(type(m).__name__ == "FusedLayer" for m in engine._weights.view.modules()),
             "derived_bytes": engine._packed.num_bytes,
         }
@@ -114,14 +115,14 @@ def see_crowd(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Any]:
 
 def see_draws(model: PreTrainedModel) -> dict[str, Any]:
     """A rank whose own draws would be others, and random seeds."""
-    original = rollout.engine.draw
+    original = rollout.stepper.launch_draw
     rank, calls = dist.get_rank(), []
 
     def draw(*args: Any) -> Any:
         calls.append(1)
         return original(*args)
 
-    rollout.engine.draw = draw  # type: ignore[assignment]
+    rollout.stepper.launch_draw = draw  # type: ignore[assignment]
     try:
         torch.manual_seed(rank)  # `seed=None` takes torch's, which differs here
         batch = make(model, seed=None).generate(PROMPTS, SamplingParams(max_new_tokens=8))
@@ -129,7 +130,7 @@ def see_draws(model: PreTrainedModel) -> dict[str, Any]:
         params = [GREEDY, SamplingParams(max_new_tokens=4, logits_processors=tuple(shout)), GREEDY]
         failed = make(model).generate(PROMPTS, params, on_error="return")
     finally:
-        rollout.engine.draw = original
+        rollout.stepper.launch_draw = original
     return {
         "random": rows(batch),
         "num_calls": len(calls),
@@ -401,7 +402,7 @@ def apart(folder: Path, out: Path) -> dict[str, Any]:
     # one fails in a step: the other hears of it at once, long before the limit
     engine = make(model)
     if rank == 1:
-        engine._cache.layer = None  # type: ignore[assignment,method-assign]
+        engine._stepper.cache.layer = None  # type: ignore[assignment,method-assign]
         batch = engine.generate([[5, 6]], GREEDY, on_error="return")
         seen["failed"] = {"error": str(batch[0].error), "seconds": 0.0}
     else:
@@ -410,19 +411,19 @@ def apart(folder: Path, out: Path) -> dict[str, Any]:
     # one is stuck in the middle of a step
     engine = make(model, cpu_group_timeout=2.0)
     if rank == 1:
-        original = rollout.engine.forward
+        original = rollout.execution.forward
 
         def stuck(*args: Any) -> Any:
             time.sleep(6.0)
             return original(*args)
 
-        rollout.engine.forward = stuck
+        rollout.execution.forward = stuck
     seen["stuck"] = caught(lambda: engine.generate([[5, 6]], GREEDY))
     barrier()
     # one dies while a manager's request runs; nobody there waits for ever
     manager = ContinuousBatchingManager(make(model, cpu_group_timeout=5.0), ENDLESS)
     if rank == 1:
-        rollout.engine.forward = original
+        rollout.execution.forward = original
     manager.start()
     if rank == 0:
         manager.add_request([5, 6], request_id="orphan", streaming=True)

@@ -146,5 +146,5 @@ def test_whole_runs_score_as_they_were_drawn(
 
 def test_auto_takes_a_paged_backend_for_half_precision_and_sdpa_for_fp32(kernel: PagedKernel) -> None:
     model = TINY_MODELS["qwen3_wide"]().to(DEVICE)
-    assert not isinstance(RolloutEngine(model)._backend, PagedAttention)
-    assert isinstance(RolloutEngine(model.to(torch.float16))._backend, PagedAttention)
+    assert not isinstance(RolloutEngine(model)._stepper.backend, PagedAttention)
+    assert isinstance(RolloutEngine(model.to(torch.float16))._stepper.backend, PagedAttention)
