@@ -271,7 +271,7 @@ class ContinuousBatchingManager:
             for request_id, prompt, each in zip(ids, inputs, chosen, strict=True)
         ]
         if all(is_token_ids(ticket.prompt) for ticket in tickets):
-            tickets.sort(key=lambda ticket: ticket.prompt, reverse=True)
+            tickets.sort(key=lambda ticket: list(ticket.prompt), reverse=True)
         for ticket in tickets:
             self._add(ticket)
         return ids

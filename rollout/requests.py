@@ -32,7 +32,8 @@ def plain_prompt(prompt: Prompt) -> Prompt:
     """
     if isinstance(prompt, (Tensor, np.ndarray)):
         return cast(Prompt, prompt.tolist())
-    return list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else prompt
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    return cast(Prompt, list(prompt)) if is_list else prompt
 
 
 def is_token_ids(prompt: Prompt) -> bool:
