@@ -217,7 +217,7 @@ def test_warmup_with_fixed_shapes_compiles_every_size_of_decode_steps() -> None:
 # --- that nothing changes -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama_wide", "mistral", "gpt2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mistral", "gpt2", "gpt_oss"])
 def test_tokens_are_those_of_the_plain_engine(name: str) -> None:
     backend = CountingBackend()
     params = [SamplingParams(max_new_tokens=6, temperature=t, seed=3) for t in (0, 1.0, 0, 0.7, 0, 0)]
@@ -265,9 +265,12 @@ def test_score_goes_through_the_plain_view() -> None:
     assert backend.count == 0
 
 
-def test_level_1_through_inductor() -> None:
-    model = TINY_MODELS["llama"](num_hidden_layers=1)
-    engine = RolloutEngine(model, config={"default_compile_level": 1})
-    for completion in engine.generate(PROMPTS[:3], SamplingParams(max_new_tokens=3, temperature=0)):
+def test_decode_steps_of_level_1_through_inductor() -> None:
+    """The one test that generates code; steps with prompts stay plain to keep it short."""
+    model = TINY_MODELS["gpt2"](n_layer=1)
+    config = {"decode_compile_config": {"mode": "default", "dynamic": True}}
+    engine = RolloutEngine(model, config=config)
+    assert engine._executor.settings(True) == CompileSettings.of_level(1)
+    for completion in engine.generate(PROMPTS[1:4], SamplingParams(max_new_tokens=3, temperature=0)):
         assert_greedy(model, completion)
         assert_logprobs(model, completion, temperature=0)
