@@ -19,7 +19,10 @@ PROMPTS = [[5], [3, 1, 4, 1, 5], list(range(17)), list(range(40, 70)), [9, 9], [
 # inductor's modules, imported when something is first compiled with it, define one of these
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
-LENGTHS = [SamplingParams(max_new_tokens=4 + i, temperature=0) for i in range(len(PROMPTS))]
+# the last two end together: a step of one row is compiled apart, which only some tests want to pay for
+LENGTHS = [SamplingParams(max_new_tokens=n, temperature=0) for n in (4, 5, 6, 7, 8, 8)]
+
+SHORT = SamplingParams(max_new_tokens=3, temperature=0)
 
 
 class CountingBackend:
@@ -42,10 +45,15 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def compiling(backend: CountingBackend, name: str = "llama", **settings: Any) -> RolloutEngine:
-    changes = settings.pop("model", {})
+    changes = {"num_hidden_layers": 1} if name == "llama" else {}
+    changes |= settings.pop("model", {})
     config = CompileConfig(backend=backend, dynamic=settings.pop("dynamic", True))
     both = {"varlen_compile_config": config, "decode_compile_config": config}
     return RolloutEngine(TINY_MODELS[name](**changes), config=both | settings)
+
+
+def plain() -> RolloutEngine:
+    return RolloutEngine(TINY_MODELS["llama"](num_hidden_layers=1))
 
 
 def tokens_of(batch: RolloutBatch) -> list[tuple[int, ...]]:
@@ -145,7 +153,7 @@ def test_no_step_compiles_what_one_of_its_kind_compiled_before() -> None:
     backend = CountingBackend()
     engine = compiling(backend)
     batch = engine.generate(PROMPTS, LENGTHS)
-    assert batch.metrics.num_steps == 9
+    assert batch.metrics.num_steps == 8
     first = backend.count
     assert 0 < first <= 20
     for prompts in (PROMPTS[:3], PROMPTS[2:], PROMPTS + PROMPTS):
@@ -154,13 +162,10 @@ def test_no_step_compiles_what_one_of_its_kind_compiled_before() -> None:
 
 
 def test_layers_share_their_code() -> None:
-    counts = []
-    for layers in (2, 5):
-        torch._dynamo.reset()
-        backend = CountingBackend()
-        compiling(backend, model={"num_hidden_layers": layers}).generate(PROMPTS, LENGTHS)
-        counts.append(backend.count)
-    assert counts[0] == counts[1] > 0
+    """Some five pieces of a layer and three around them; compiled layer by layer it would be 40."""
+    backend = CountingBackend()
+    compiling(backend, model={"num_hidden_layers": 8}).generate(PROMPTS[1:3], SHORT)
+    assert 0 < backend.count <= 12
 
 
 def test_fixed_shapes_are_padded_so_that_sizes_meet() -> None:
@@ -176,7 +181,7 @@ def test_fixed_shapes_are_padded_so_that_sizes_meet() -> None:
     engine.generate(PROMPTS, rows)
     assert backend.count == first + of_longer_prompts
     engine.generate(PROMPTS[:4], SamplingParams(max_new_tokens=5, temperature=0))
-    model = TINY_MODELS["llama"]()
+    model = TINY_MODELS["llama"](num_hidden_layers=1)
     for completion in engine.generate(PROMPTS, rows):
         assert_greedy(model, completion)
         assert_logprobs(model, completion, temperature=0)
@@ -200,7 +205,7 @@ def test_warmup_compiles_what_requests_then_find() -> None:
     assert warm > 0 and engine.cache_bytes == 0
     batch = engine.generate(PROMPTS, LENGTHS)
     assert backend.count == warm
-    assert tokens_of(batch) == tokens_of(RolloutEngine(TINY_MODELS["llama"]()).generate(PROMPTS, LENGTHS))
+    assert tokens_of(batch) == tokens_of(plain().generate(PROMPTS, LENGTHS))
 
 
 def test_warmup_with_fixed_shapes_compiles_every_size_of_decode_steps() -> None:
@@ -217,7 +222,7 @@ def test_warmup_with_fixed_shapes_compiles_every_size_of_decode_steps() -> None:
 # --- that nothing changes -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama_wide", "mistral", "gpt2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt_oss"])
 def test_tokens_are_those_of_the_plain_engine(name: str) -> None:
     backend = CountingBackend()
     params = [SamplingParams(max_new_tokens=6, temperature=t, seed=3) for t in (0, 1.0, 0, 0.7, 0, 0)]
@@ -230,16 +235,15 @@ def test_tokens_are_those_of_the_plain_engine(name: str) -> None:
 
 def test_weights_change_in_place_without_compiling_again() -> None:
     backend = CountingBackend()
-    model = TINY_MODELS["llama"]()
-    config = CompileConfig(backend=backend, dynamic=True)
-    engine = RolloutEngine(model, config={"varlen_compile_config": config, "decode_compile_config": config})
-    engine.generate(PROMPTS, LENGTHS)
+    engine = compiling(backend)
+    model = engine.model
+    engine.generate(PROMPTS[1:3], SHORT)
     count = backend.count
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9)
-    batch = engine.generate(PROMPTS, LENGTHS)
-    assert batch[0].versions == (1,) * 4 and backend.count == count
+    batch = engine.generate(PROMPTS[1:3], SHORT)
+    assert batch[0].versions == (1,) * 3 and backend.count == count
     for completion in batch:
         assert_greedy(model, completion)
 
@@ -259,15 +263,17 @@ def test_a_view_that_is_compiled_keeps_torchs_own_modules() -> None:
 def test_score_goes_through_the_plain_view() -> None:
     backend = CountingBackend()
     engine = compiling(backend)
-    plain = RolloutEngine(TINY_MODELS["llama"]())
-    (found,), (expected,) = (each.score([[1, 2]], [[3, 4]]) for each in (engine, plain))
+    (found,), (expected,) = (each.score([[1, 2]], [[3, 4]]) for each in (engine, plain()))
     assert found == pytest.approx(expected, abs=1e-5)
     assert backend.count == 0
 
 
-def test_level_1_through_inductor() -> None:
-    model = TINY_MODELS["llama"](num_hidden_layers=1)
-    engine = RolloutEngine(model, config={"default_compile_level": 1})
-    for completion in engine.generate(PROMPTS[:3], SamplingParams(max_new_tokens=3, temperature=0)):
+def test_decode_steps_of_level_1_through_inductor() -> None:
+    """The one test that generates code; steps with prompts stay plain to keep it short."""
+    model = TINY_MODELS["gpt2"](n_layer=1)
+    config = {"decode_compile_config": {"mode": "default", "dynamic": True}}
+    engine = RolloutEngine(model, config=config)
+    assert engine._executor.settings(True) == CompileSettings.of_level(1)
+    for completion in engine.generate(PROMPTS[1:4], SamplingParams(max_new_tokens=3, temperature=0)):
         assert_greedy(model, completion)
         assert_logprobs(model, completion, temperature=0)

@@ -12,6 +12,7 @@ import torch
 from transformers import CompileConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
+import rollout.engine
 import rollout.execution
 from fake_graphs import FakeGraphs, serve_graphs
 from oracle import assert_greedy, assert_logprobs
@@ -193,6 +194,20 @@ def test_preempted_and_shared_sequences_are_replayed_right(graphs: FakeGraphs) -
     assert batch.metrics.num_preemptions > 0 and graphs.num_replays > 0
     for completion in batch:
         assert_greedy(TINY_MODELS["llama"](), completion)
+
+
+def test_logits_of_padded_rows_are_cut_off(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    launch_draw = rollout.engine.launch_draw
+
+    def note(logits: torch.Tensor, *args: Any) -> Any:
+        rows.append(len(logits))
+        return launch_draw(logits, *args)
+
+    monkeypatch.setattr(rollout.engine, "launch_draw", note)
+    lengths = [SamplingParams(max_new_tokens=n, temperature=0) for n in (2, 4, 6)]
+    make(kv_padding_interval_size=256).generate(PROMPTS[:3], lengths)
+    assert rows == [3, 3, 2, 2, 1, 1] and (graphs.num_captures, graphs.num_replays) == (1, 4)
 
 
 def test_decode_steps_are_recorded_as_they_are_compiled(graphs: FakeGraphs) -> None:
