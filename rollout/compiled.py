@@ -18,7 +18,6 @@ A view that is compiled keeps torch's own linears and layers: packed linears and
 decide in Python at every call, which a compiler would have to break at or bake in.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +28,6 @@ from torch._inductor import list_mode_options
 from transformers import CompileConfig
 
 from rollout.config import EngineConfig
-
-logger = logging.getLogger("rollout")
 
 INDUCTOR = "inductor"
 UNSET_MODE: str = CompileConfig().mode

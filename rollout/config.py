@@ -90,8 +90,9 @@ class EngineConfig:
     follow every weight change. ``"auto"`` packs where measuring showed a gain, ``False`` never."""
     seed: int | None = 0
     """Seeds the noise of requests that bring no seed of their own. Ranks of a distributed job draw
-    differently under the same seed. ``None`` takes the one that torch was seeded with (a random
-    one, if nobody did), which is the default of transformers' object."""
+    differently under the same seed, those of one divided model alike (the first one's seed counts).
+    ``None`` takes the one that torch was seeded with (a random one, if nobody did), which is the default
+    of transformers' object."""
     cpu_offload_space: float | None = 0.0
     """GiB of host memory for pages of preempted sequences, which are copied back instead of computed
     again. ``None`` takes what the threshold allows; 0 computes them again."""
@@ -196,9 +197,10 @@ class EngineConfig:
                 "pack_weights=True and compile settings exclude each other: a compiled model keeps torch's "
                 "own linears; leave pack_weights at 'auto'"
             )
-        if self.use_async_batching and self.cuda_graphs == (False, False):
+        if self.use_async_batching and self.cuda_graphs is not None and not self.cuda_graphs[1]:
             raise ValueError(
-                "use_async_batching=True needs CUDA graphs and use_cuda_graph is False; change one of them"
+                "use_async_batching=True needs CUDA graphs of decode-only steps and "
+                f"use_cuda_graph={self.use_cuda_graph} has none; change one of them"
             )
 
     @property

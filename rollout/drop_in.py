@@ -190,15 +190,18 @@ class _Attachment:
             self._manager = None
 
     def destroy_cached_continuous_batching_manager(self) -> None:
-        """Destroy the manager that was kept, if there is one; its engine's memory goes back."""
+        """Destroy the manager that was kept, if there is one; memory that was kept goes back."""
         with self._lock:
             if self._manager is not None:
                 self._forget(self._manager)
+            if self._engine is not None and not self._is_taken(self._engine):
+                self._engine.release_memory()
 
     def close(self) -> None:
         """End every manager and give the memory back."""
         for manager in list(self._managers):
             self._forget(manager)
+        self.destroy_cached_continuous_batching_manager()
 
     def generate_batch(
         self,

@@ -104,8 +104,9 @@ class RolloutEngine:
         self._finished: list[Completion] = []
         self._is_noticed = False  # whether a call has compared the weights before its first step
         self._weights = WeightTracker(model, prepare=self._prepare_view, agree=self._agree_on_change)
+        self._is_probed = False
         self._device = single_device(model)
-        self._autocast: torch.dtype | None
+        self._autocast: torch.dtype | None = None
         # but for the seed, which may be a random one: the driver's counts
         self._ranks.note("RolloutEngine(config)", replace(self.config, seed=0).changed())
         with engine_mode(), self._ranks.lockstep():
@@ -238,8 +239,13 @@ class RolloutEngine:
                 found.setdefault(s.request.request_id, []).append(each)
         return found
 
-    def step(self) -> list[Completion]:
+    def step(self, *, thorough: bool = False) -> list[Completion]:
         """Run one step and return the completions that ended since the last call.
+
+        Args:
+            thorough: compare the weights' contents first, as is done anyway when nothing runs. Between
+                steps with requests in flight only a glance is taken, which misses what ``.data`` and
+                fused optimizers write.
 
         A failure of the step itself ends every live request with ``finish_reason="error"``, the
         cause chained to each; the engine can be used again, unless it is one of several ranks.
@@ -248,7 +254,7 @@ class RolloutEngine:
             RankError: ranks of a divided model made different calls, or one is missing.
         """
         try:
-            self._advance()
+            self._advance(thorough=thorough)
         finally:
             torch.clear_autocast_cache()
         return self.take_finished()
@@ -265,15 +271,6 @@ class RolloutEngine:
         with engine_mode(), self._ranks.lockstep():
             self._weights.refresh()
             self._enter_version()
-        return self.weight_version
-
-    def notice_weights(self) -> int:
-        """Compare the weights' contents now, and start a new version if they changed. Returns the version.
-
-        Between steps with requests in flight only a glance is taken, which misses what ``.data`` and fused
-        optimizers write: call this after changing weights there.
-        """
-        self._notice_weights(thorough=True)
         return self.weight_version
 
     def add_refresh_hook(self, hook: Callable[[int], None]) -> Callable[[], None]:
@@ -413,12 +410,12 @@ class RolloutEngine:
             finally:
                 self._finished += others
 
-    def _advance(self) -> None:
+    def _advance(self, *, thorough: bool = False) -> None:
         """One step; whatever goes wrong in it leaves the books balanced."""
         with engine_mode():
             try:
                 with self._ranks.lockstep():
-                    self._look_and_step()
+                    self._look_and_step(thorough)
             except RankError as apart:  # nothing more can come of this engine
                 self._stepper.fail(apart)
                 raise
@@ -430,10 +427,11 @@ class RolloutEngine:
                 self._stepper.interrupt()
                 raise
 
-    def _look_and_step(self) -> None:
+    def _look_and_step(self, thorough: bool) -> None:
         with self._stepper.meter.stage("weights"):
             # a look at the contents where nothing runs yet: that may be long after the last
-            self._notice_weights(thorough=not (self._is_noticed or self._stepper.scheduler.running))
+            is_due = not (self._is_noticed or self._stepper.scheduler.running)
+            self._notice_weights(thorough=thorough or is_due)
         self._is_noticed = False
         self._stepper.step()
 
@@ -445,11 +443,12 @@ class RolloutEngine:
         with engine_mode(), self._ranks.lockstep():
             seems_changed = not thorough and self._weights.seems_changed()
             seems_changed = bool(
-                self._meet(f"a step under autocast={self._current_autocast()}", seems_changed)
+                self._meet(f"a step under autocast={_current_autocast(self._device)}", seems_changed)
             )
-            if self._autocast != self._current_autocast():
-                self._probe_view(self._weights.view)
-                self._weights.refresh()
+            if not self._is_probed or self._autocast != _current_autocast(self._device):
+                with self._packed.trial(self._weights.next_version):
+                    self._probe_view(self._weights.view)
+                    self._weights.refresh()
                 self._enter_version()
             elif (thorough or seems_changed) and self._weights.update():
                 self._enter_version()
@@ -475,35 +474,32 @@ class RolloutEngine:
 
     def _prepare_view(self, view: nn.Module) -> None:
         """Make a new view ready, or refuse it."""
-        shard_view(view, self._model, self._ranks)
-        set_attention(view)
-        self._packed.install(view)
-        self._probe_view(view)
+        with self._packed.trial(self._weights.next_version):
+            shard_view(view, self._model, self._ranks)
+            set_attention(view)
+            self._packed.install(view)
+            self._probe_view(view)
 
     def _probe_view(self, view: nn.Module) -> None:
         """Find out what the view needs; its layers, vocabulary or device may differ from before."""
-        self._device = single_device(self._model)
+        self._is_probed = False  # until it is done: what was refused is looked at again
+        device = single_device(self._model)
         config = self._base.config.get_text_config()
-        autocast = self._current_autocast()
-        kernels = chosen_kernels(self.config.native_kernels, self._device)
-        self._packed.version = self._weights.next_version  # copies made from here on are the new version's
+        autocast = _current_autocast(device)
+        kernels = chosen_kernels(self.config.native_kernels, device)
         unfuse_layers(view)  # what agreed under another autocast need not agree under this one
         with self._packed.watching():
-            plan = probe(view, config, self._device)
+            plan = probe(view, config, device)
         limit = position_limit(config)
         if kernels is not None and not self._stepper.executor.is_compiling:
-            fuse_layers(view, kernels, self._device, limit)
+            fuse_layers(view, kernels, device, limit)
         self._stepper.renew(view, plan, kernels, limit, self.weight_version)
-        self._autocast = autocast  # not before: what was refused is looked at again
         self._requests.renew(
             vocab_size=plan.vocab_size,
             position_limit=limit,
             eos_ids=eos_token_ids(self._base, self._tokenizer),
         )
-
-    def _current_autocast(self) -> torch.dtype | None:
-        kind = self._device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._device, self._autocast, self._is_probed = device, autocast, True
 
     def _metrics(self, completions: Sequence[Completion], num_requests: int) -> RolloutMetrics:
         return self._stepper.meter.metrics(
@@ -514,6 +510,11 @@ class RolloutEngine:
             cache_bytes=self._stepper.cache.num_bytes,
             derived_bytes=self._packed.num_bytes,
         )
+
+
+def _current_autocast(device: torch.device) -> torch.dtype | None:
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _seed(config: EngineConfig) -> int:

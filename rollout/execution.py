@@ -39,12 +39,12 @@ class StepExecutor:
         logits = executor.forward(batch, cache)
 
     Raises:
-        ValueError: a compile config asks for what is not possible, or ``use_async_batching`` for steps
-            that ``use_cuda_graph`` forbids to record.
+        ValueError: a compile config asks for what is not possible.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, num_ranks: int = 1) -> None:
         self._config = config
+        self._num_ranks = num_ranks
         self.is_compiling = is_compiling(config)
         """Whether a kind of step may be compiled: the view must then keep torch's own modules."""
         self._view: nn.Module
@@ -55,12 +55,6 @@ class StepExecutor:
         self._graphs: DecodeGraphs | None = None
         self._is_ahead = False
         self._told: set[str] = set()
-        graphs = config.cuda_graphs
-        if config.use_async_batching and graphs is not None and not graphs[1]:
-            raise ValueError(
-                f"use_async_batching=True needs CUDA graphs of decode steps and use_cuda_graph={graphs} has "
-                "none; change one of them"
-            )
 
     def renew(
         self,
@@ -165,11 +159,13 @@ class StepExecutor:
         return self._config.q_padding_interval_size or DEFAULT_ROW_INTERVAL
 
     def _sizes(self, page_size: int, position_limit: int) -> GraphSizes:
+        rules = self._backend.run_rules
         return GraphSizes(
             row_interval=self.row_interval,
             key_interval=self._config.kv_padding_interval_size or DEFAULT_KEY_INTERVAL,
             page_size=page_size,
             position_limit=position_limit,
+            max_decode_pages=None if rules is None else rules.max_decode_pages,
         )
 
     def _around(self, cache: KVCache) -> Surroundings:
@@ -192,6 +188,8 @@ class StepExecutor:
         device = self._plan.layout.device
         if recorder is None:
             return f"nothing can be recorded on {device}"
+        if self._num_ranks > 1:
+            return f"the {self._num_ranks} ranks of a divided model would all have to record alike"
         if config.cuda_graphs is not None and not config.cuda_graphs[1]:
             return "only steps with prompts were asked for, which are never recorded"
         if not backend.is_recordable:

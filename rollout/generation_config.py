@@ -107,9 +107,9 @@ def params_from(
     """
     refuse_others(config)
     room = position_limit - prompt_len
-    longest = max_new_tokens or config.max_new_tokens
+    longest = config.max_new_tokens if max_new_tokens is None else max_new_tokens
     if longest is None:
-        longest = room if config.max_length is None else config.max_length - prompt_len
+        longest = max(1, room) if config.max_length is None else config.max_length - prompt_len
         if config.max_length is not None and longest < 1:
             raise ValueError(
                 f"the prompt has {prompt_len} tokens and max_length={config.max_length} leaves none to "
@@ -119,7 +119,7 @@ def params_from(
     endings = tuple(token for token in eos if token >= 0)  # negative ones mean none, as there
     is_greedy = not config.do_sample
     return SamplingParams(
-        max_new_tokens=max(1, longest),
+        max_new_tokens=longest,
         min_new_tokens=config.min_new_tokens or max(0, (config.min_length or 0) - prompt_len),
         temperature=0.0 if is_greedy else _or(config.temperature, 1.0),
         top_k=None if is_greedy else config.top_k,

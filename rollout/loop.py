@@ -47,10 +47,8 @@ class EngineLoop:
             if self._gate.stopping and not (self._desk.has_news or self._engine.has_work):
                 return False
             tickets, cancelled = self._desk.take()
-        if was_paused:  # a glance would miss what a fused optimizer wrote
-            self._engine.notice_weights()
         self._apply(tickets, cancelled)
-        self._step()
+        self._step(was_paused)
         return True
 
     def end(self) -> None:
@@ -91,12 +89,12 @@ class EngineLoop:
         except Exception as error:  # this request's own fault
             self._desk.answer(ticket, ticket.failed(error))
 
-    def _step(self) -> bool:
+    def _step(self, was_paused: bool) -> bool:
         """Run a step if there is work, and deliver what came of it; whether there was work."""
         if not self._engine.has_work:
             return False
         began = time.perf_counter()
-        finished = self._engine.step()
+        finished = self._engine.step(thorough=was_paused)  # a glance misses what a fused optimizer wrote
         self._publish(finished, began, time.perf_counter())
         return True
 
@@ -149,14 +147,14 @@ class DividedLoop(EngineLoop):
         was_stopping, was_paused = turns.last.stop is not None, turns.last.is_paused
         orders = turns.exchange(self._wishes(turns))
         with self._changed:
+            if gate.stopping is None and orders.stop is not None:
+                gate.keeps_memory = not orders.release  # another rank's wish, until one comes from here
             gate.stopping = max(gate.stopping, orders.stop, key=STOPS.index)
             gate.is_parked = orders.is_paused  # no rank steps before the next exchange
             self._changed.notify_all()
         if orders.is_paused:
             return True
-        if was_paused:
-            self._engine.notice_weights()
-        if orders.stop != "hard" and self._obey(turns, orders):
+        if orders.stop != "hard" and self._obey(turns, orders, was_paused):
             return True
         if orders.stop == "hard" or (was_stopping and not orders.requests):
             gate.keeps_memory = not orders.release
@@ -216,12 +214,12 @@ class DividedLoop(EngineLoop):
         has_news = bool(self._desk.has_news or self._gate.stopping or self._engine.has_work)
         return has_news and not turns.last.is_paused
 
-    def _obey(self, turns: Turns, orders: Orders) -> bool:
+    def _obey(self, turns: Turns, orders: Orders, was_paused: bool) -> bool:
         """Apply orders and run a step; whether there was one."""
         self._apply([self._ticket_of(turns, told) for told in orders.requests], orders.cancelled)
         for request_id in turns.take_expired():
             self._refuse_claim(request_id, "rank 0, which drives, did not add it within cpu_group_timeout")
-        return self._step()
+        return self._step(was_paused)
 
     def _ticket_of(self, turns: Turns, told: ToldRequest) -> Ticket:
         """This rank's ticket of a request of the driver: its own, or one that its script added, too."""

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeAlias
 
 import torch
@@ -70,6 +70,7 @@ class ContinuousBatchingManager:
         self._defaults = defaults or SamplingParams()
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
+        self._modes: tuple[bool, torch.dtype | None] = (False, None)  # inference, autocast of the loop
         self._control = threading.RLock()  # one start, stop or destroy at a time
         self._changed = threading.Condition()
         self._desk = Desk(
@@ -124,12 +125,8 @@ class ContinuousBatchingManager:
             self._gate.open()
             kind = self._engine.device.type
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            self._thread = threading.Thread(
-                target=self._run,
-                args=(torch.is_inference_mode_enabled(), autocast),
-                name="rollout-manager",
-                daemon=True,
-            )
+            self._modes = torch.is_inference_mode_enabled(), autocast
+            self._thread = threading.Thread(target=self._run, name="rollout-manager", daemon=True)
             self._thread.start()
 
     def stop(
@@ -161,9 +158,15 @@ class ContinuousBatchingManager:
             self.join(timeout)
 
     def warmup(self, *, num_requests: int | None = None, num_tokens: int | None = None) -> None:
-        """Compile and record before the first request comes; see ``RolloutEngine.warmup``."""
+        """Compile and record before the first request comes; see ``RolloutEngine.warmup``.
+
+        While the loop runs it is paused, and its own autocast is that of the warmup, too.
+        """
         self._check_process()
-        with self.pause() if self.is_running() else nullcontext():
+        with ExitStack() as stack:
+            if self.is_running():
+                stack.enter_context(self.pause())
+                self._enter_modes(stack)
             self._engine.warmup(num_requests=num_requests, num_tokens=num_tokens)
 
     def join(self, timeout: float | None = None) -> None:
@@ -258,7 +261,8 @@ class ContinuousBatchingManager:
         eos_token_id: int | Sequence[int] | None = None,
         **params: Any,
     ) -> list[str]:
-        """Queue several prompts; ids in input order. Nothing is queued when it raises for a parameter.
+        """Queue several prompts; ids in input order, those included that are not taken (see there).
+        Nothing is queued when it raises for a parameter.
 
         Prompts of token ids are queued sorted, so that those with a common beginning meet. Raises as
         :meth:`add_request` does.
@@ -359,21 +363,27 @@ class ContinuousBatchingManager:
 
     # ---- behind the face
 
-    def _run(self, is_inference: bool, autocast: torch.dtype | None) -> None:
+    def _enter_modes(self, stack: ExitStack) -> None:
+        """What was in force in the thread that started the loop, and the model's device."""
+        is_inference, autocast = self._modes
+        device = self._engine.device
+        stack.enter_context(torch.inference_mode(is_inference))
+        stack.enter_context(torch.autocast(device.type, dtype=autocast, enabled=autocast is not None))
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+
+    def _run(self) -> None:
         try:
             with ExitStack() as stack:
-                stack.enter_context(torch.inference_mode(is_inference))
-                if autocast is not None:
-                    stack.enter_context(torch.autocast(self._engine.device.type, dtype=autocast))
-                if self._engine.device.type == "cuda":
-                    stack.enter_context(torch.cuda.device(self._engine.device))
+                self._enter_modes(stack)
                 while self._loop.turn():
                     pass
         except BaseException as error:
             self._gate.fatal_error = error
             logger.exception("the manager's thread ended with an error")
-            if self._divided is not None:  # a new start makes new turns
+            if self._divided is not None:  # the others hear of it at once, wherever they wait
                 self._divided.leave()
+                self._engine.ranks.leave(f"the manager's loop ended with {type(error).__name__}: {error}")
         finally:
             self._end_run()
 
@@ -386,9 +396,10 @@ class ContinuousBatchingManager:
 
     def _add(self, ticket: Ticket) -> bool:
         """Queue a ticket; False, with a warning, when none is taken."""
-        if self._divided is not None and self._divided.was_told(ticket):
-            return True
-        denied = self._desk.add(ticket, self._why_denied)
+        with self._changed:  # the driver may tell the same request between the two
+            if self._divided is not None and self._divided.was_told(ticket):
+                return True
+            denied = self._desk.add(ticket, self._why_denied)
         if denied is not None:
             logger.warning("%s; request %r is not taken", denied, ticket.request_id)
         return denied is None

@@ -86,6 +86,19 @@ class PackedLinears:
         self._linears = list(made.values())
 
     @contextmanager
+    def trial(self, version: int) -> Iterator[None]:
+        """Inside, copies are those of ``version``, and a view may be installed. Where the block raises, all
+        is as it was before it, and what was made in it is given back."""
+        before = self.version, self._linears
+        self.version = version
+        try:
+            yield
+        except BaseException:
+            self.release()
+            self.version, self._linears = before
+            raise
+
+    @contextmanager
     def watching(self) -> Iterator[None]:
         """Join linears that are called one after the other on the same tensor inside the block."""
         self._seen = []

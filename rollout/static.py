@@ -41,6 +41,8 @@ class GraphSizes:
     page_size: int
     position_limit: int
     """Tokens of a sequence at the most, beyond which no keys are padded to."""
+    max_decode_pages: int | None = None
+    """Pages up to which a paged kernel has a fast path: tables within it are not padded beyond it."""
 
     def key_of(self, batch: StepBatch) -> GraphKey:
         """The size of a decode-only batch that was built without masks."""
@@ -54,15 +56,16 @@ class GraphSizes:
             sizes = GraphSizes(row_interval=64, key_interval=16384, page_size=32, position_limit=8192)
             sizes.key(70, [3])          # GraphKey(rows=128, widths=(256,)): 8192 keys
         """
-        longest = -(-self.position_limit // self.page_size)
-        padded = [self._round_up(width * self.page_size, self.key_interval) for width in widths]
         return GraphKey(
-            rows=self._round_up(rows, self.row_interval),
-            widths=tuple(
-                max(width, min(longest, -(-keys // self.page_size)))
-                for width, keys in zip(widths, padded, strict=True)
-            ),
+            rows=self._round_up(rows, self.row_interval), widths=tuple(map(self._padded_width, widths))
         )
+
+    def _padded_width(self, width: int) -> int:
+        most = -(-self.position_limit // self.page_size)
+        if self.max_decode_pages is not None and width <= self.max_decode_pages:
+            most = min(most, self.max_decode_pages)
+        keys = self._round_up(width * self.page_size, self.key_interval)
+        return max(width, min(most, -(-keys // self.page_size)))
 
     @staticmethod
     def _round_up(count: int, interval: int) -> int:

@@ -58,7 +58,7 @@ class Stepper:
     plan: ModelPlan
 
     def __init__(self, config: EngineConfig, ranks: Ranks, packed: PackedLinears) -> None:
-        self.executor = StepExecutor(config)
+        self.executor = StepExecutor(config, ranks.size)
         self.meter = Meter()
         self.is_ready = False
         """Whether there was a view."""
@@ -93,6 +93,7 @@ class Stepper:
             self.is_ready
             and plan.layout == self.plan.layout
             and (page_size, order) == (self.cache.page_size, self.cache.order)
+            and position_limit == self._position_limit
         )
         self.backend, self.plan, self._kernels, self._device = backend, plan, kernels, device
         self._position_limit, self._version = position_limit, version
@@ -104,8 +105,11 @@ class Stepper:
         self.capacity = CapacityPlanner(
             config, plan.layout, page_size=page_size, position_limit=position_limit
         )
-        (least,) = self._ranks.agree("sizing the swap space", (-self.capacity.swap_bytes(),))
-        self._swap_bytes = -least
+        # what every rank can give: all of them plan alike
+        sizes = -self.capacity.swap_bytes(), -self.capacity.offer()
+        swap, budget = self._ranks.agree("sizing the caches", sizes)
+        self._swap_bytes = -swap
+        self.capacity.settle(-budget)
         if self.is_ready:
             self._start_over()
         else:

@@ -132,7 +132,7 @@ class WeightTracker:
         Misses writes that do not count (fused optimizers, ``.data``) and new or replaced tensors;
         :meth:`update` misses nothing.
         """
-        return self._glance() != self._last_glance
+        return _glance(self._tensors, self._counted) != self._last_glance
 
     def add_hook(self, hook: Callable[[int], None]) -> Callable[[], None]:
         """Have ``hook(version)`` called by :meth:`run_hooks`; returns a function that removes it."""
@@ -150,31 +150,33 @@ class WeightTracker:
         for hook in list(self._hooks.values()):
             hook(self.version)
 
-    def _glance(self) -> Glance:
-        # a step takes one: map() over the tensors costs a seventh of a loop in Python
-        return tuple(map(Tensor.data_ptr, self._tensors)), tuple(map(write_count, self._counted))
-
     def _adopt(self, *, force: bool) -> bool:
         tensors = [t for _, t in named_tensors(self._model)]
-        self._tensors = [shard_of(t) for t in tensors]
-        self._counted = self._tensors + [t for t in tensors if is_sharded(t)]
-        self._last_glance = self._glance()
-        content = tuple(self._checksum(t) for t in self._tensors)
+        shards = [shard_of(t) for t in tensors]
+        counted = shards + [t for t in tensors if is_sharded(t)]
+        glance = _glance(shards, counted)
+        content = tuple(self._checksum(t) for t in shards)
         new, old = Fingerprint(structure_of(self._model), content), self._fingerprint
         if old is None or old.structure != new.structure:
             change = Change.STRUCTURE
         else:
             change = Change.CONTENT if force or old != new else Change.NONE
         change = self._agree(change)
-        if change is Change.NONE:
-            return False
         if change is Change.STRUCTURE:
             view = make_view(self._model)
-            self._prepare(view)  # may refuse the model: nothing is adopted then
+            self._prepare(view)  # may refuse the model: nothing is adopted then, not even the glance
             self._view = view
+        self._tensors, self._counted, self._last_glance = shards, counted, glance
+        if change is Change.NONE:
+            return False
         self._fingerprint = new
         self._version += 1
         return True
+
+
+def _glance(tensors: list[Tensor], counted: list[Tensor]) -> Glance:
+    # a step takes one: map() over the tensors costs a seventh of a loop in Python
+    return tuple(map(Tensor.data_ptr, tensors)), tuple(map(write_count, counted))
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -106,7 +106,7 @@ def check_cumulative(cu: Tensor, total: int, longest: int, rows: int) -> None:
     """Where rows begin: ``[R + 1]`` int32 from 0 to the total, and the longest as a plain int."""
     assert cu.dtype == torch.int32 and cu.is_contiguous() and cu.shape == (rows + 1,)
     assert int(cu[0]) == 0 and int(cu[-1]) == total and bool((cu.diff() > 0).all())
-    assert type(longest) is int and longest == int(cu.diff().max())
+    assert type(longest) is int and longest >= int(cu.diff().max())
 
 
 class FakeVarlen:
@@ -142,7 +142,7 @@ class FakeVarlen:
         check_paged(query, key, value, seqused_k, block_table, self.page_multiple)
         rows = len(seqused_k)
         check_cumulative(cu_seq_q, len(query), max_q, rows)
-        assert type(max_k) is int and max_k == int(seqused_k.max())
+        assert type(max_k) is int and int(seqused_k.max()) <= max_k <= block_table.shape[1] * key.shape[1]
         if self.is_fa3:
             assert cu_seq_k is None, "flash attention 3 takes no cu_seqlens_k beside a table"
         else:

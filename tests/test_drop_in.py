@@ -63,6 +63,18 @@ def test_a_failure_raises_unless_asked_otherwise() -> None:
     assert good.error is None and "5000" in bad.error and bad.generated_tokens == []
 
 
+@pytest.mark.parametrize(
+    "give_back", [rollout.detach, lambda model: model.destroy_cached_continuous_batching_manager()]
+)
+def test_memory_of_a_persistent_batch_can_be_given_back(give_back: Any) -> None:
+    model = attached()
+    attachment = model.generate_batch.__self__
+    model.generate_batch(PROMPTS, generation_config=GREEDY, persistent_manager=True)
+    assert attachment._engine.cache_bytes > 0
+    give_back(model)
+    assert attachment._engine.cache_bytes == 0
+
+
 def test_a_change_of_weights_is_noticed_by_the_next_call() -> None:
     model = attached()
     model.generate_batch(PROMPTS, generation_config=GREEDY, persistent_manager=True)

@@ -12,13 +12,12 @@ import torch
 from transformers import CompileConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-import rollout.engine
 import rollout.execution
+import rollout.stepper
 from fake_graphs import FakeGraphs, serve_graphs
 from oracle import assert_greedy, assert_logprobs
 from rollout import EngineConfig, RolloutEngine, SamplingParams, attach, detach
 from rollout.batch import StepBatch, build_batch
-from rollout.execution import StepExecutor
 from rollout.graphs import graph_backend
 from rollout.sequence import PlannedRow, Request, Sequence, StepPlan
 from rollout.static import GraphKey, GraphSizes, StaticStep
@@ -198,13 +197,13 @@ def test_preempted_and_shared_sequences_are_replayed_right(graphs: FakeGraphs) -
 
 def test_logits_of_padded_rows_are_cut_off(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
-    launch_draw = rollout.engine.launch_draw
+    launch_draw = rollout.stepper.launch_draw
 
     def note(logits: torch.Tensor, *args: Any) -> Any:
         rows.append(len(logits))
         return launch_draw(logits, *args)
 
-    monkeypatch.setattr(rollout.engine, "launch_draw", note)
+    monkeypatch.setattr(rollout.stepper, "launch_draw", note)
     lengths = [SamplingParams(max_new_tokens=n, temperature=0) for n in (2, 4, 6)]
     make(kv_padding_interval_size=256).generate(PROMPTS[:3], lengths)
     assert rows == [3, 3, 2, 2, 1, 1] and (graphs.num_captures, graphs.num_replays) == (1, 4)
@@ -432,11 +431,10 @@ def test_steps_with_prompts_are_never_recorded_and_it_is_said_once(
 
 
 def test_async_batching_without_graphs_of_decode_steps_is_refused() -> None:
-    config = EngineConfig(use_async_batching=True, use_cuda_graph=(True, False))
     with pytest.raises(
-        ValueError, match=r"needs CUDA graphs of decode steps and use_cuda_graph=\(True, False\)"
+        ValueError, match=r"needs CUDA graphs of decode-only steps and use_cuda_graph=\(True, False\)"
     ):
-        StepExecutor(config)
+        EngineConfig(use_async_batching=True, use_cuda_graph=(True, False))
 
 
 def test_a_model_that_cannot_be_recorded_goes_on_without(

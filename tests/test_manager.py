@@ -163,7 +163,7 @@ def test_an_error_in_the_loop_reaches_every_waiter_at_once(monkeypatch: pytest.M
     manager = make()
     started = threading.Event()
 
-    def explode() -> None:
+    def explode(**_: object) -> None:
         started.wait(SECONDS)
         raise MemoryError("no more")
 

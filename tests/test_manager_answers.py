@@ -264,7 +264,7 @@ def test_the_lifespan_begins_before_the_first_step(manager: ContinuousBatchingMa
 def test_an_error_without_a_text_is_named(
     monkeypatch: pytest.MonkeyPatch, manager: ContinuousBatchingManager
 ) -> None:
-    def explode() -> None:
+    def explode(**_: Any) -> None:
         raise MemoryError
 
     monkeypatch.setattr(manager.engine, "step", explode)
@@ -323,7 +323,7 @@ def test_the_loops_thread_takes_over_inference_mode_and_hinders_no_exit() -> Non
     manager = make()
     manager.engine.add_refresh_hook(lambda version: modes.append(torch.is_inference_mode_enabled()))
     step = manager.engine.step
-    manager.engine.step = lambda: modes.append(torch.is_inference_mode_enabled()) or step()  # type: ignore
+    manager.engine.step = lambda **_: modes.append(torch.is_inference_mode_enabled()) or step()  # type: ignore
     with torch.inference_mode():
         manager.start()
     assert manager._thread is not None and manager._thread.daemon
@@ -337,3 +337,16 @@ def test_progress_is_of_running_samples() -> None:
     ids = [engine.add_request([5, i], GREEDY) for i in range(3)]
     engine.step()
     assert list(engine.progress(set(ids))) == ids[:1]
+
+
+def test_a_warmup_beside_the_loop_is_under_its_autocast() -> None:
+    engine = RolloutEngine(TINY_MODELS["llama"](), config={"varlen_compile_config": {"backend": "eager"}})
+    manager = ContinuousBatchingManager(engine, GREEDY)
+    with torch.autocast("cpu", torch.bfloat16):
+        manager.start()
+    request_id = manager.add_request([5, 6], max_new_tokens=60, streaming=True)
+    manager.get_result(request_id, timeout=SECONDS)
+    manager.warmup(num_requests=2, num_tokens=16)
+    *_, last = manager.request_id_iter(request_id)
+    assert len(set(last.completion.versions)) == 1, "a warmup changes no weights"
+    manager.stop(timeout=SECONDS)

@@ -194,6 +194,19 @@ def assert_answered_once(manager: ContinuousBatchingManager, request_id: str, to
     assert manager.is_running() and manager.fatal_error is None
 
 
+@pytest.mark.parametrize("stop", ["flush", "hard"])
+@pytest.mark.parametrize("release", [False, True])
+def test_a_stop_of_the_driver_keeps_memory_if_it_says_so(
+    driver: Driver, follower: ContinuousBatchingManager, stop: str, release: bool
+) -> None:
+    driver.say(told("a", **TOLD))
+    assert follower.get_result("a", timeout=SECONDS).error is None
+    driver.say(stop=stop, release=release)
+    follower.join(SECONDS)
+    assert not follower.is_running()
+    assert (follower.engine.cache_bytes > 0) is not release
+
+
 def test_what_the_driver_adds_is_answered_here(
     driver: Driver, follower: ContinuousBatchingManager, expected: list[int]
 ) -> None:
