@@ -166,8 +166,9 @@ class _Attachment:
     ) -> Iterator[ContinuousBatchingManager]:
         """A manager that runs inside the block; ``persistent_manager`` keeps it for the next one.
 
-        ``warmup`` compiles and records what the settings ask for, before the first request; by default
-        on the CPU that is nothing. ``workload_hints`` tell it how many requests of what length.
+        ``warmup`` compiles and records what the settings ask for, before the first request, and where
+        steps are recorded takes a cache for them; by default on the CPU that is nothing.
+        ``workload_hints`` tell it how many requests of what length, else it expects the most.
         """
         with self._lock:
             manager = self.init_continuous_batching(generation_config, continuous_batching_config)
