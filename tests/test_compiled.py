@@ -273,7 +273,7 @@ def test_decode_steps_of_level_1_through_inductor() -> None:
     model = TINY_MODELS["gpt2"](n_layer=1)
     config = {"decode_compile_config": {"mode": "default", "dynamic": True}}
     engine = RolloutEngine(model, config=config)
-    assert engine._executor.settings(True) == CompileSettings.of_level(1)
+    assert engine._stepper.executor.settings(True) == CompileSettings.of_level(1)
     for completion in engine.generate(PROMPTS[1:4], SamplingParams(max_new_tokens=3, temperature=0)):
         assert_greedy(model, completion)
         assert_logprobs(model, completion, temperature=0)
