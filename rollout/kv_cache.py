@@ -126,6 +126,11 @@ class KVCache:
         }
 
     @property
+    def has_scrap(self) -> bool:
+        """Whether each group has a page that belongs to nobody."""
+        return self._num_scrap > 0
+
+    @property
     def num_pages(self) -> tuple[int, ...]:
         """Usable pages of each group."""
         return self._num_pages

@@ -98,7 +98,7 @@ class Stepper:
         self.backend, self.plan, self._kernels, self._device = backend, plan, kernels, device
         self._position_limit, self._version = position_limit, version
         self.executor.renew(view, plan, backend, page_size, position_limit)
-        if is_same:
+        if is_same and (self.cache.has_scrap or not self.executor.is_recording):
             return
         self._is_sized = False
         self.cache = KVCache(plan.layout, page_size, order, has_scrap=self.executor.is_recording)
