@@ -477,7 +477,8 @@ class RolloutEngine:
         with self._packed.trial(self._weights.next_version):
             shard_view(view, self._model, self._ranks)
             set_attention(view)
-            self._packed.install(view)
+            kernels = chosen_kernels(self.config.native_kernels, single_device(self._model))
+            self._packed.install(view, None if kernels is None else kernels.products)
             self._probe_view(view)
 
     def _probe_view(self, view: nn.Module) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.attention import TokenStep, attend_to_itself
-from rollout.native import LANES, Kernels
+from rollout.native import LANES, Kernels, LayerPanels
 from rollout.packing import JointLinear
 
 logger = logging.getLogger("rollout")
@@ -139,10 +139,33 @@ class FusedLayer(nn.Module):
         **kwargs: object,
     ) -> Tensor:
         """``[1, T, D] -> [1, T, D]``; without what else transformers passes the trial saw no difference."""
+        hidden, (cos, sin) = hidden_states[0], position_embeddings
+        products, panels = self._kernels.products, self._panels(hidden.dtype)
+        if products is None or panels is None:
+            return self._in_parts(hidden, cos, sin, rollout_step)[None]
+        queries, keys, (norm, eps) = self._num_queries, self._num_keys, self._input_norm
+        qkv = products.start_layer(hidden, norm, eps, panels, queries, keys, cos, sin, *self._head_norms)
+        attended = rollout_step.attend_tokens(
+            self._attention[0],
+            qkv[:, :queries],
+            qkv[:, queries : queries + keys],
+            qkv[:, queries + keys :],
+            self._options,
+        )
+        return products.end_layer(hidden, attended.flatten(1), *self._mlp_norm, panels)[None]
+
+    def _panels(self, dtype: torch.dtype) -> LayerPanels | None:
+        """The layer's weights where all of its products are the compiled kernels' own."""
+        qkv, out = self._qkv.panels(dtype), self._out.panels(dtype)
+        gate_up, down = self._gate_up.panels(dtype), self._down.panels(dtype)
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        return LayerPanels(qkv, out, gate_up, down)
+
+    def _in_parts(self, hidden: Tensor, cos: Tensor, sin: Tensor, rollout_step: TokenStep) -> Tensor:
+        """``[T, D] -> [T, D]``, each linear called by itself."""
         kernels = self._kernels
-        cos, sin = position_embeddings
         queries, keys, dim = self._num_queries, self._num_keys, cos.shape[-1]
-        hidden = hidden_states[0]
         qkv = self._qkv(kernels.rms_norm(hidden, *self._input_norm))
         rotated = kernels.rotate(qkv, queries, keys, cos, sin, *self._head_norms)
         value = qkv[:, (queries + keys) * dim :].unflatten(1, (keys, -1))
@@ -151,7 +174,7 @@ class FusedLayer(nn.Module):
         )
         hidden, normed = kernels.add_rms_norm(hidden, self._out(attended.flatten(1)), *self._mlp_norm)
         gated = kernels.silu_mul(self._gate_up(normed))
-        return (hidden + self._down(gated))[None]
+        return hidden + self._down(gated)
 
 
 class Trial(nn.Module):

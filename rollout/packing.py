@@ -1,10 +1,12 @@
-"""Derived weight copies for CPU linears: oneDNN's prepacked layout, kept true to the weights.
+"""Derived weight copies for CPU linears, in a layout made for products and kept true to the weights.
 
 A packed copy belongs to one weight version and one compute dtype and is made again when either
 changes. Linears that read the same tensor (query, key and value; gate and up) are multiplied in
 one go: which ones do is seen in a forward, not guessed from names. On CPUs without bf16
 instructions a bf16 linear is computed on an fp32 copy: products of bf16 numbers are exact in fp32
 and the result is rounded to bf16 once, as the hardware would do.
+
+The layout is that of the compiled kernels' own products where they are the faster ones, else oneDNN's.
 """
 
 import time
@@ -16,6 +18,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from rollout.native import Panels, Products
 
 HAS_BF16: bool = torch.cpu.get_capabilities().get("avx512_bf16", False)
 """Whether the CPU multiplies bf16 itself. CPUs that do were faster on packed copies at every number of
@@ -32,12 +36,36 @@ EXPECTED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
-    version: int
+class OneDnnWeight:
+    """A weight matrix ``[O, I]`` and its bias in oneDNN's layout."""
+
     dtype: torch.dtype
     weight: Tensor
     bias: Tensor | None
     num_bytes: int
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None) -> "OneDnnWeight":
+        """Copied from plain tensors of one dtype."""
+        return cls(
+            dtype=weight.dtype,
+            weight=torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS),
+            bias=bias,
+            num_bytes=weight.numel() * weight.element_size(),
+        )
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias`` of ``[..., I]``: ``[..., O]``."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    version: int
+    dtype: torch.dtype
+    """Of the linear's output."""
+    weight: OneDnnWeight | Panels
 
 
 class PackedLinears:
@@ -46,7 +74,7 @@ class PackedLinears:
     Example::
 
         packed = PackedLinears("auto")
-        packed.install(view)          # on the engine's view, never on the trainer's model
+        packed.install(view, products)  # on the engine's view, never on the trainer's model
         with packed.watching():       # see which linears share their input
             view(input_ids)
         packed.version = 3            # copies of older versions are made again when next used
@@ -56,6 +84,7 @@ class PackedLinears:
         self._mode = mode
         self.version = 0
         self._linears: list[PackedLinear] = []
+        self._products: Products | None = None
         self._seconds = 0.0
         self._seen: list[tuple[PackedLinear, Tensor]] | None = None
 
@@ -64,9 +93,19 @@ class PackedLinears:
         """Bytes that the derived copies take now."""
         return sum(group.num_bytes for group in self._groups())
 
-    def install(self, view: nn.Module) -> None:
-        """Swap every plain CPU linear of ``view`` for a packed one on the same parameters."""
-        self._linears = []
+    @property
+    def products(self) -> Products | None:
+        """What multiplies instead of oneDNN."""
+        return self._products
+
+    def install(self, view: nn.Module, products: Products | None) -> None:
+        """Swap every plain CPU linear of ``view`` for a packed one on the same parameters.
+
+        Args:
+            view: the module tree.
+            products: multiply where they can; ``None``: oneDNN does.
+        """
+        self._linears, self._products = [], products
         if self._mode is False or not torch.backends.mkldnn.is_available():
             return
         targets: list[tuple[nn.Module, str, nn.Linear]] = [
@@ -89,13 +128,13 @@ class PackedLinears:
     def trial(self, version: int) -> Iterator[None]:
         """Inside, copies are those of ``version``, and a view may be installed. Where the block raises, all
         is as it was before it, and what was made in it is given back."""
-        before = self.version, self._linears
+        before = self.version, self._linears, self._products
         self.version = version
         try:
             yield
         except BaseException:
             self.release()
-            self.version, self._linears = before
+            self.version, self._linears, self._products = before
             raise
 
     @contextmanager
@@ -157,7 +196,7 @@ class LinearGroup:
     @property
     def num_bytes(self) -> int:
         """Bytes of the derived copy, 0 when there is none."""
-        return 0 if self._packed is None else self._packed.num_bytes
+        return 0 if self._packed is None else self._packed.weight.num_bytes
 
     def drop(self) -> None:
         """Forget the derived copy and any output that was not asked for."""
@@ -179,12 +218,18 @@ class LinearGroup:
 
     def joint_output(self, input: Tensor, dtype: torch.dtype) -> Tensor:
         """The outputs of all members side by side in the last dimension, in ``dtype``."""
-        packed = self._current(dtype)
-        weight = packed.weight
+        weight = self._current(dtype)
         if input.dtype != weight.dtype:
             input = input.to(dtype).to(weight.dtype)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, packed.bias, "none", [], "")
+        out = weight.multiply(input)
         return out if out.dtype == dtype else out.to(dtype)
+
+    def panels(self, dtype: torch.dtype) -> Panels | None:
+        """The weights of all members for products in ``dtype``; ``None`` where oneDNN makes them."""
+        if dtype not in PACKED_DTYPES:
+            return None
+        weight = self._current(dtype)
+        return weight if isinstance(weight, Panels) else None
 
     def serves(self, dtype: torch.dtype, rows: int) -> bool:
         """Whether a product of so many rows in ``dtype`` is faster on the packed copy."""
@@ -198,26 +243,24 @@ class LinearGroup:
         """Whether these modules, in this order, are the members."""
         return [id(member) for member in self._members] == [id(module) for module in modules]
 
-    def _current(self, dtype: torch.dtype) -> _Packed:
+    def _current(self, dtype: torch.dtype) -> OneDnnWeight | Panels:
         packed, version = self._packed, self._owner.version
         if packed is None or packed.version != version or packed.dtype != dtype:
             self.drop()  # its memory goes back before the next copy is made
             with self._owner.deriving():
-                packed = self._packed = self._pack(dtype, version)
-        return packed
+                packed = self._packed = _Packed(version, dtype, self._pack(dtype))
+        return packed.weight
 
-    def _pack(self, dtype: torch.dtype, version: int) -> _Packed:
+    def _pack(self, dtype: torch.dtype) -> OneDnnWeight | Panels:
         fast = _packed_dtype(dtype)
         weights = [each.weight.detach().to(dtype).to(fast) for each in self._members]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         biases = [each.bias.detach().to(dtype).to(fast) for each in self._members if each.bias is not None]
-        return _Packed(
-            version=version,
-            dtype=dtype,
-            weight=torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS),
-            bias=torch.cat(biases) if biases else None,
-            num_bytes=weight.numel() * weight.element_size(),
-        )
+        bias = torch.cat(biases) if biases else None
+        products = self._owner.products
+        if products is not None and products.can_pack(weight):
+            return products.pack(weight, bias)
+        return OneDnnWeight.pack(weight, bias)
 
 
 class PackedLinear(nn.Linear):
@@ -269,6 +312,10 @@ class JointLinear:
             return self._group.joint_output(input, self._dtype)
         outputs = [module(input) for module in self._modules]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def panels(self, dtype: torch.dtype) -> Panels | None:
+        """The joint weights where the output is the compiled kernels' own product in ``dtype``."""
+        return self._group.panels(dtype) if self._group is not None and self._dtype == dtype else None
 
 
 def _runs_of_one_input(seen: list[tuple[PackedLinear, Tensor]]) -> list[list[PackedLinear]]:

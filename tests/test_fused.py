@@ -28,7 +28,7 @@ def make_prepared(model: nn.Module, pack: bool = True) -> nn.Module:
     view = make_view(model)
     set_attention(view)
     packed = PackedLinears(pack)
-    packed.install(view)
+    packed.install(view, load_kernels().products)
     with engine_mode(), packed.watching():
         probe(view, model.config, CPU)
     return view

@@ -19,10 +19,16 @@ from rollout.native import chosen_kernels
 
 MICROSECONDS = 1e6
 PROFILED_TOKENS = 16
-LINEARS = ("mkldnn::_linear_pointwise", "aten::addmm", "aten::mm", "aten::linear")
-ATTENTION = ("scaled_dot_product", "aten::index_select", "aten::index_copy_", "aten::bmm", "aten::_softmax")
-
-NATIVE_ATTENTION = ("attend", "store")
+LINEARS = ("mkldnn::_linear_pointwise", "aten::addmm", "aten::mm", "aten::linear", "multiply")
+ATTENTION = (
+    "scaled_dot_product",
+    "aten::index_select",
+    "aten::index_copy_",
+    "aten::bmm",
+    "aten::_softmax",
+    "attend",
+    "store",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +101,7 @@ def forward_shares(peer: Peer, workload: Workload) -> dict[str, float]:
     for event in profiler.key_averages():
         seconds[_part(event.key)] += event.self_cpu_time_total / MICROSECONDS
     for name, value in native.items():
-        seconds["attention" if name in NATIVE_ATTENTION else "other"] += value
+        seconds[_part(name)] += value
     total = sum(seconds.values())
     return {part: seconds[part] / total for part in ("linears", "attention", "other")}
 

@@ -1,6 +1,18 @@
-"""Compiled CPU kernels: what a decoder layer does besides its linears, and what a draw reads of logits."""
+"""Compiled CPU kernels: the parts of a decoder layer, and what a draw reads of logits."""
 
 from rollout.native.build import BuildError
 from rollout.native.kernels import HEAD_DIMS, KINDS, LANES, Kernels, chosen_kernels, load_kernels
+from rollout.native.products import LayerPanels, Panels, Products
 
-__all__ = ["HEAD_DIMS", "KINDS", "LANES", "BuildError", "Kernels", "chosen_kernels", "load_kernels"]
+__all__ = [
+    "HEAD_DIMS",
+    "KINDS",
+    "LANES",
+    "BuildError",
+    "Kernels",
+    "LayerPanels",
+    "Panels",
+    "Products",
+    "chosen_kernels",
+    "load_kernels",
+]

@@ -37,10 +37,11 @@ static void add_rms_norm(X* out, X* total, const X* x, const D* delta, const X* 
 
 // Rotary embedding (Su et al. 2021) in the layout of halves: x * cos + rotate_half(x) * sin, after
 // the heads' own norms where there are any; the first `queries` heads are queries, the others keys.
+// `out` may be `x`.
 template <class T, class C>
-static void rotate(T* out, const T* x, int64_t stride, const C* cos, const C* sin, const C* query_norm,
-                   const C* key_norm, float eps, int64_t tokens, int64_t heads, int64_t queries,
-                   int64_t size) {
+static void rotate(T* out, int64_t out_stride, const T* x, int64_t stride, const C* cos, const C* sin,
+                   const C* query_norm, const C* key_norm, float eps, int64_t tokens, int64_t heads,
+                   int64_t queries, int64_t size) {
     const int64_t half = size / 2;
     auto round = [](vf v) { return sizeof(C) < sizeof(float) ? rounded<C>(v) : v; };
 #pragma omp parallel for if (tokens * heads * size > PARALLEL_FROM)
@@ -48,7 +49,7 @@ static void rotate(T* out, const T* x, int64_t stride, const C* cos, const C* si
         T normed[MAX_HEAD_DIM];
         for (int64_t n = 0; n < heads; n++) {
             const T* from = x + t * stride + n * size;
-            T* to = out + (t * heads + n) * size;
+            T* to = out + t * out_stride + n * size;
             if (const C* norm = n < queries ? query_norm : key_norm) {
                 normalize(normed, from, norm, size, eps);
                 from = normed;
@@ -73,4 +74,11 @@ static void silu_mul(T* out, const T* gate_up, int64_t tokens, int64_t size) {
             const vf x = load(gate);
             store(out + t * size + i, rounded<T>(x / (exp(-x) + 1.0f)) * load(gate + size));
         }
+}
+
+// x += delta
+template <class T>
+static void add(T* x, const T* delta, int64_t count) {
+#pragma omp parallel for if (count > PARALLEL_FROM)
+    for (int64_t i = 0; i < count; i += LANES) store(x + i, load(x + i) + load(delta + i));
 }

@@ -6,6 +6,14 @@
 #include "elementwise.h"
 #include "sampling.h"
 
+// Products are made here on CPUs with bf16 dot products but without AMX, which oneDNN makes use of.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#define HAS_PRODUCTS 1
+#include "layer.h"
+#else
+#define HAS_PRODUCTS 0
+#endif
+
 extern "C" {
 
 void rollout_add_rms_norm(int kind, void* out, void* total, const void* x, const void* delta,
@@ -26,7 +34,7 @@ void rollout_rotate(int kind, void* out, const void* x, int64_t stride, const vo
     auto run = [&](auto* x_type, auto* angle_type) {
         using T = std::remove_pointer_t<decltype(x_type)>;
         using C = std::remove_pointer_t<decltype(angle_type)>;
-        rotate((T*)out, (const T*)x, stride, (const C*)cos, (const C*)sin, (const C*)query_norm,
+        rotate((T*)out, heads * size, (const T*)x, stride, (const C*)cos, (const C*)sin, (const C*)query_norm,
                (const C*)key_norm, eps, tokens, heads, queries, size);
     };
     if (kind == 0) run((float*)0, (float*)0);
@@ -67,4 +75,25 @@ void rollout_candidates(int kind, int64_t* ids, int64_t* counts, const void* x, 
     if (kind == 0) run((const float*)x);
     else run((const bf16*)x);
 }
+
+int rollout_has_products() { return HAS_PRODUCTS; }
+
+#if HAS_PRODUCTS
+void rollout_pack(void* panels, const void* weights, int64_t outer, int64_t units) {
+    pack_panels((unit*)panels, (const unit*)weights, outer, units);
+}
+
+void rollout_multiply(int kind, void* out, const void* x, const PanelMatrix* matrix, int64_t rows) {
+    if (kind == 0) multiply((float*)out, (const float*)x, *matrix, rows);
+    else multiply((bf16*)out, (const bf16*)x, *matrix, rows);
+}
+
+double rollout_start_layer(int kind, const LayerStart* call) {
+    return kind == 0 ? start_layer<float>(*call) : start_layer<bf16>(*call);
+}
+
+double rollout_end_layer(int kind, const LayerEnd* call) {
+    return kind == 0 ? end_layer<float>(*call) : end_layer<bf16>(*call);
+}
+#endif
 }

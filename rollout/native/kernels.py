@@ -7,20 +7,17 @@ P pages, S slots of a page.
 import ctypes
 import functools
 import logging
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from rollout.native.build import BuildError, load_library
+from rollout.native.library import AttentionArguments, Library
+from rollout.native.products import LANES, Products
 
 logger = logging.getLogger("rollout")
 
-LANES = 16
 MAX_HEAD_DIM = 1024
 HEAD_DIMS = frozenset({16, 32, 64, 80, 96, 128, 256})
 """Head dims that paged attention is compiled for."""
@@ -30,20 +27,6 @@ KINDS = {
     (torch.float32, torch.bfloat16): 2,  # autocast
 }
 """(dtype of residuals, norms and angles; dtype of the linears' outputs) that there is code for."""
-
-
-class AttentionArguments(ctypes.Structure):
-    """The arguments of one attention, ``AttentionCall`` of ``attention.h``."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("out", "query", "keys", "values", "pages", "seen", "sinks")),
-        *((name, ctypes.c_int64) for name in ("query_stride", "head_stride", "page_size")),
-        *((name, ctypes.c_int64) for name in ("rows", "width", "kv_heads", "group")),
-        ("scaling", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("key", "value", "slots")),
-        *((name, ctypes.c_int64) for name in ("key_stride", "value_stride")),
-    )
 
 
 class Kernels:
@@ -58,40 +41,20 @@ class Kernels:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        i64, pointer, f32, int_ = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float, ctypes.c_int
-        self._functions = {
-            "norm": _typed(library.rollout_add_rms_norm, int_, *[pointer] * 5, i64, i64, f32),
-            "rotate": _typed(
-                library.rollout_rotate, int_, pointer, pointer, i64, *[pointer] * 4, f32, *[i64] * 4
-            ),
-            "silu_mul": _typed(library.rollout_silu_mul, int_, pointer, pointer, i64, i64),
-            "store": _typed(
-                library.rollout_store, pointer, pointer, i64, pointer, i64, pointer, i64, pointer, *[i64] * 3
-            ),
-            "attend": _typed(library.rollout_attend, int_, ctypes.POINTER(AttentionArguments), i64),
-            "spread": _typed(library.rollout_spread, int_, *[pointer] * 3, i64, pointer, i64, i64, i64),
-            "candidates": _typed(
-                library.rollout_candidates, int_, *[pointer] * 3, i64, *[pointer] * 6, *[i64] * 4
-            ),
-        }
+        self._library = Library(library)
+        self.products = Products(self._library) if self._library.has_products else None
+        """Products of matrices; ``None`` on a CPU where oneDNN's are the faster ones."""
 
-    @contextmanager
-    def timing(self) -> Iterator[dict[str, float]]:
+    def timing(self) -> AbstractContextManager[dict[str, float]]:
         """Adds up the seconds inside each function while the block runs: no profiler sees them."""
-        seconds: dict[str, float] = defaultdict(float)
-        plain = self._functions
-        self._functions = {name: _timed(name, run, seconds) for name, run in plain.items()}
-        try:
-            yield seconds
-        finally:
-            self._functions = plain
+        return self._library.timing()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension of ``[..., D]``."""
         size = _last(x, weight)
         x, out = x.contiguous(), torch.empty_like(x)
         kind = _kind(x.dtype, x.dtype)
-        self._functions["norm"](
+        self._library["norm"](
             kind, out.data_ptr(), None, x.data_ptr(), None, weight.data_ptr(), x.numel() // size, size, eps
         )
         return out
@@ -102,7 +65,7 @@ class Kernels:
         x, delta = x.contiguous(), delta.contiguous()
         assert x.shape == delta.shape
         out, total = torch.empty_like(x), torch.empty_like(x)
-        self._functions["norm"](
+        self._library["norm"](
             _kind(x.dtype, delta.dtype),
             out.data_ptr(),
             total.data_ptr(),
@@ -145,7 +108,7 @@ class Kernels:
         assert sin.shape == cos.shape and x.device.type == "cpu"
         out = torch.empty((tokens, heads, size), dtype=x.dtype)
         query_norm, key_norm = (None, None) if norms is None else (norm.data_ptr() for norm in norms)
-        self._functions["rotate"](
+        self._library["rotate"](
             _kind(cos.dtype, x.dtype),
             out.data_ptr(),
             x.data_ptr(),
@@ -172,7 +135,7 @@ class Kernels:
             and size % LANES == 0
         )
         out = torch.empty((tokens, size), dtype=gate_up.dtype)
-        self._functions["silu_mul"](
+        self._library["silu_mul"](
             _kind(gate_up.dtype, gate_up.dtype), out.data_ptr(), gate_up.data_ptr(), tokens, size
         )
         return out
@@ -189,7 +152,7 @@ class Kernels:
         key, value, slots = _checked_tokens(keys, values, key, value, slots)
         tokens, heads, size = key.shape
         width = keys.element_size()
-        self._functions["store"](
+        self._library["store"](
             keys.data_ptr(),
             values.data_ptr(),
             keys.stride(0) * width,
@@ -262,7 +225,7 @@ class Kernels:
             softcap or 0.0,
             *stored,
         )
-        done = self._functions["attend"](_kind(query.dtype, query.dtype), ctypes.byref(call), size)
+        done = self._library["attend"](_kind(query.dtype, query.dtype), ctypes.byref(call), size)
         assert done, f"no code for head dim {size}"
         return out
 
@@ -284,7 +247,7 @@ class Kernels:
         temperature = temperature.contiguous()
         peak = torch.empty(rows, dtype=torch.float32)
         mass = torch.empty((rows, -(-vocab // block)), dtype=torch.float32)
-        self._functions["spread"](
+        self._library["spread"](
             _kind(logits.dtype, logits.dtype),
             peak.data_ptr(),
             mass.data_ptr(),
@@ -333,7 +296,7 @@ class Kernels:
         assert top_k.dtype == torch.int64 and top_p.dtype == torch.float64
         ids = torch.empty((rows, most), dtype=torch.int64)
         counts = torch.empty(rows, dtype=torch.int64)
-        self._functions["candidates"](
+        self._library["candidates"](
             _kind(logits.dtype, logits.dtype),
             ids.data_ptr(),
             counts.data_ptr(),
@@ -391,24 +354,6 @@ def _load_once() -> Kernels | BuildError:
     except BuildError as error:
         logger.warning("no compiled kernels, torch's own operators are used: %s", error)
         return error
-
-
-def _typed(function: Any, *argtypes: Any) -> Callable[..., Any]:
-    """The C function with its types told; those that return nothing return an int nobody reads."""
-    function.argtypes = argtypes
-    typed: Callable[..., Any] = function
-    return typed
-
-
-def _timed(name: str, run: Callable[..., Any], seconds: dict[str, float]) -> Callable[..., Any]:
-    def timed(*arguments: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return run(*arguments)
-        finally:
-            seconds[name] += time.perf_counter() - started
-
-    return timed
 
 
 def _checked_tokens(
