@@ -74,7 +74,7 @@ static inline void softmax(float* scores, int64_t count, float softcap, const fl
 // Starts to fetch `bytes` of memory. A page's keys and values lie wherever the pool had room, which no
 // hardware prefetcher guesses: without this a step waits for memory three quarters of the time.
 static inline void fetch(const void* at, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(at) + i);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(at) + i, 0, 2);
 }
 
 // One row, one kv head, Q of its query heads; C = H / LANES.
