@@ -31,6 +31,7 @@ from rollout.results import Progress, RolloutBatch, raise_failures, warn_when_tr
 from rollout.runner import engine_mode, set_attention
 from rollout.scoring import score_sequences
 from rollout.sharding import shard_view
+from rollout.stacked import stack_layers, unstack_layers
 from rollout.stepper import Stepper
 from rollout.types import (
     MAX_SEED,
@@ -488,12 +489,14 @@ class RolloutEngine:
         config = self._base.config.get_text_config()
         autocast = _current_autocast(device)
         kernels = chosen_kernels(self.config.native_kernels, device)
+        unstack_layers(view)
         unfuse_layers(view)  # what agreed under another autocast need not agree under this one
         with self._packed.watching():
             plan = probe(view, config, device)
         limit = position_limit(config)
         if kernels is not None and not self._stepper.executor.is_compiling:
             fuse_layers(view, kernels, device, limit)
+            stack_layers(view, kernels, device)
         self._stepper.renew(view, plan, kernels, limit, self.weight_version)
         self._requests.renew(
             vocab_size=plan.vocab_size,

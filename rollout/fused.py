@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.attention import TokenStep, attend_to_itself
-from rollout.native import LANES, Kernels, LayerPanels
+from rollout.native import LANES, Kernels, LayerWeights
 from rollout.packing import JointLinear
 
 logger = logging.getLogger("rollout")
@@ -114,7 +114,8 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.plain = plain
         self._kernels = kernels
-        self._options = _constant_options(asked.options)
+        self.options = _constant_options(asked.options)
+        """What the layer passes to its attention."""
         self._num_queries, self._num_keys = asked.query.shape[1], asked.key.shape[1]
         attention, mlp = plain.get_submodule("self_attn"), plain.get_submodule("mlp")
         # not registered as modules a second time: they stay those of the plain layer
@@ -128,7 +129,8 @@ class FusedLayer(nn.Module):
         norms = [Norm.of(attention.get_submodule(n)) for n in HEAD_NORMS if n in attention._modules]
         if len({norm.eps for norm in norms}) > 1:
             raise ValueError("its query and key norms have different eps")
-        self._head_norms = ((norms[0].weight, norms[1].weight), norms[0].eps) if norms else ()
+        self._head_norms = (norms[0].weight, norms[1].weight) if norms else None
+        self._head_eps = norms[0].eps if norms else 0.0
 
     def forward(
         self,
@@ -140,37 +142,49 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         """``[1, T, D] -> [1, T, D]``; without what else transformers passes the trial saw no difference."""
         hidden, (cos, sin) = hidden_states[0], position_embeddings
-        products, panels = self._kernels.products, self._panels(hidden.dtype)
-        if products is None or panels is None:
+        layers, weights = self._kernels.layers, self.weights(hidden.dtype)
+        if layers is None or weights is None:
             return self._in_parts(hidden, cos, sin, rollout_step)[None]
-        queries, keys, (norm, eps) = self._num_queries, self._num_keys, self._input_norm
-        qkv = products.start_layer(hidden, norm, eps, panels, queries, keys, cos, sin, *self._head_norms)
-        attended = rollout_step.attend_tokens(
-            self._attention[0],
-            qkv[:, :queries],
-            qkv[:, queries : queries + keys],
-            qkv[:, queries + keys :],
-            self._options,
-        )
-        return products.end_layer(hidden, attended.flatten(1), *self._mlp_norm, panels)[None]
+        sizes = self._num_queries, self._num_keys, self._num_keys
+        query, key, value = layers.start(hidden, weights, cos, sin).split_with_sizes(sizes, dim=1)
+        attended = rollout_step.attend_tokens(self.attention, query, key, value, self.options)
+        return layers.end(hidden, attended.flatten(1), weights)[None]
 
-    def _panels(self, dtype: torch.dtype) -> LayerPanels | None:
-        """The layer's weights where all of its products are the compiled kernels' own."""
+    @property
+    def attention(self) -> nn.Module:
+        """The plain layer's attention."""
+        return self._attention[0]
+
+    def weights(self, dtype: torch.dtype) -> LayerWeights | None:
+        """The layer's weights where all of its products are the compiled kernels' own, in ``dtype``."""
         qkv, out = self._qkv.panels(dtype), self._out.panels(dtype)
         gate_up, down = self._gate_up.panels(dtype), self._down.panels(dtype)
         if qkv is None or out is None or gate_up is None or down is None:
             return None
-        return LayerPanels(qkv, out, gate_up, down)
+        return LayerWeights(
+            input_norm=self._input_norm.weight,
+            input_eps=self._input_norm.eps,
+            head_norms=self._head_norms,
+            head_eps=self._head_eps,
+            qkv=qkv,
+            num_queries=self._num_queries,
+            num_keys=self._num_keys,
+            attention_out=out,
+            mlp_norm=self._mlp_norm.weight,
+            mlp_eps=self._mlp_norm.eps,
+            gate_up=gate_up,
+            down=down,
+        )
 
     def _in_parts(self, hidden: Tensor, cos: Tensor, sin: Tensor, rollout_step: TokenStep) -> Tensor:
         """``[T, D] -> [T, D]``, each linear called by itself."""
         kernels = self._kernels
         queries, keys, dim = self._num_queries, self._num_keys, cos.shape[-1]
         qkv = self._qkv(kernels.rms_norm(hidden, *self._input_norm))
-        rotated = kernels.rotate(qkv, queries, keys, cos, sin, *self._head_norms)
+        rotated = kernels.rotate(qkv, queries, keys, cos, sin, self._head_norms, self._head_eps)
         value = qkv[:, (queries + keys) * dim :].unflatten(1, (keys, -1))
         attended = rollout_step.attend_tokens(
-            self._attention[0], rotated[:, :queries], rotated[:, queries:], value, self._options
+            self.attention, rotated[:, :queries], rotated[:, queries:], value, self.options
         )
         hidden, normed = kernels.add_rms_norm(hidden, self._out(attended.flatten(1)), *self._mlp_norm)
         gated = kernels.silu_mul(self._gate_up(normed))

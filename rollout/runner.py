@@ -3,7 +3,7 @@
 Letters: T packed tokens, D rows with logits, N query heads, K kv heads, H head dim, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import SupportsFloat, cast
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rollout.attention import IMPLEMENTATION, AttentionBackend, AttentionCall
-from rollout.batch import StepBatch
+from rollout.batch import BucketKind, StepBatch
 from rollout.kv_cache import KVCache
+from rollout.native import DecodePlace
 from rollout.probe import ModelPlan
 from rollout.transfer import upload
 
@@ -61,18 +62,56 @@ class PagedStep:
         dtype = self.cache.layout.dtype
         group = self.batch.groups[self.cache.group_of(layer)]
         pages = self.cache.layer(layer)
-        scaling, softcap, sinks = options.get("scaling"), options.get("softcap"), options.get("s_aux")
-        # the probe refuses other types
+        scaling, softcap, sinks = _score_rules(options, query.shape[-1])
         call = AttentionCall(
             query=query.to(dtype),
             key=key.to(dtype),
             value=value.to(dtype),
-            scaling=query.shape[-1] ** -0.5 if scaling is None else float(cast(SupportsFloat, scaling)),
-            softcap=None if softcap is None else float(cast(SupportsFloat, softcap)),
-            sinks=sinks if isinstance(sinks, Tensor) else None,
+            scaling=scaling,
+            softcap=softcap,
+            sinks=sinks,
         )
         out = self.backend.attend(call, pages, group)
         return pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
+
+    def decode_places(
+        self, asked: Sequence[tuple[nn.Module, Mapping[str, object]]]
+    ) -> list[DecodePlace] | None:
+        """Where the layers' rows lie; see ``StackStep``."""
+        buckets = [bucket for group in self.batch.groups for bucket in group.buckets]
+        are_rows = all(bucket.kind is BucketKind.DECODE for bucket in buckets)
+        if not self.backend.has_decode_layers or len(buckets) != len(self.batch.groups) or not are_rows:
+            return None
+        tables = [bucket.pages.view(bucket.num_rows, -1) for bucket in buckets if bucket.pages is not None]
+        seen = [bucket.seen for bucket in buckets if bucket.seen is not None]
+        places = []
+        for module, options in asked:
+            layer = self.layer_of[id(module)]
+            group, pages = self.cache.group_of(layer), self.cache.layer(layer)
+            scaling, softcap, sinks = _score_rules(options, pages.keys.shape[-1])
+            places.append(
+                DecodePlace(
+                    keys=pages.keys,
+                    values=pages.values,
+                    pages=tables[group],
+                    seen=seen[group],
+                    slots=self.batch.groups[group].slots,
+                    scaling=scaling,
+                    softcap=softcap,
+                    sinks=None if sinks is None else sinks.float().contiguous(),
+                )
+            )
+        return places
+
+
+def _score_rules(options: Mapping[str, object], head_dim: int) -> tuple[float, float | None, Tensor | None]:
+    """What a layer asks of its scores: scaling, soft cap, sinks. The probe refuses other types."""
+    scaling, softcap, sinks = options.get("scaling"), options.get("softcap"), options.get("s_aux")
+    return (
+        head_dim**-0.5 if scaling is None else float(cast(SupportsFloat, scaling)),
+        None if softcap is None else float(cast(SupportsFloat, softcap)),
+        sinks if isinstance(sinks, Tensor) else None,
+    )
 
 
 def forward(

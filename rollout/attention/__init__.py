@@ -24,6 +24,7 @@ from rollout.attention.backend import (
     AttentionCall,
     AttentionStep,
     AttentionTraits,
+    StackStep,
     TokenStep,
     attend_to_itself,
 )
@@ -190,6 +191,7 @@ __all__ = [
     "NativeAttention",
     "PagedAttention",
     "SdpaAttention",
+    "StackStep",
     "TokenStep",
     "attend_to_itself",
     "find_kernel",

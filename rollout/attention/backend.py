@@ -3,7 +3,7 @@
 Letters: T packed tokens, N query heads, K kv heads, H head dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollout.batch import GroupBatch
 from rollout.kv_cache import LayerPages, PageOrder
+from rollout.native import DecodePlace
 from rollout.runs import RunRules
 
 
@@ -60,6 +61,11 @@ class AttentionBackend(Protocol):
         device, so that it can be recorded once and replayed on other numbers."""
 
     @property
+    def has_decode_layers(self) -> bool:
+        """Whether compiled decoder layers attend decode rows as it does, so that they may do so by
+        themselves."""
+
+    @property
     def run_rules(self) -> RunRules | None:
         """How to cut the runs that it takes instead of buckets; ``None`` for buckets."""
 
@@ -88,6 +94,19 @@ class TokenStep(Protocol):
         options: Mapping[str, object],
     ) -> Tensor:
         """Attention of one layer: ``query [T, N, H]``, keys and values ``[T, K, H]`` -> ``[T, N, H]``."""
+
+
+class StackStep(TokenStep, Protocol):
+    """What the engine passes down to stacks of fused layers for one forward."""
+
+    def decode_places(
+        self, asked: Sequence[tuple[torch.nn.Module, Mapping[str, object]]]
+    ) -> list[DecodePlace] | None:
+        """Where each layer's rows find their keys, if compiled layers can attend them by themselves.
+
+        Args:
+            asked: each layer's attention module and what it passes to its attention.
+        """
 
 
 class AttentionStep(Protocol):

@@ -18,6 +18,7 @@ class EagerAttention:
     page_order = PageOrder.HEADS_FIRST
     page_multiple = 1
     is_recordable = False  # the rows' pages are lists
+    has_decode_layers = False
 
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """See ``AttentionBackend``."""

@@ -23,6 +23,7 @@ class NativeAttention:
     page_order = PageOrder.HEADS_FIRST
     page_multiple = 1
     is_recordable = True
+    has_decode_layers = True
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -62,6 +62,7 @@ class PagedAttention:
 
     needs_masks = False
     is_recordable = True
+    has_decode_layers = False
     page_order = PageOrder.TOKENS_FIRST
 
     def __init__(self, name: str, kernel: PagedKernel, run_rules: RunRules) -> None:

@@ -26,6 +26,7 @@ class SdpaAttention:
     page_order = PageOrder.HEADS_FIRST
     page_multiple = 1
     is_recordable = True
+    has_decode_layers = False
 
     def attend(self, call: AttentionCall, pages: LayerPages, batch: GroupBatch) -> Tensor:
         """See ``AttentionBackend``."""

@@ -1,16 +1,19 @@
 """Compiled CPU kernels: the parts of a decoder layer, and what a draw reads of logits."""
 
 from rollout.native.build import BuildError
-from rollout.native.kernels import HEAD_DIMS, KINDS, LANES, Kernels, chosen_kernels, load_kernels
-from rollout.native.products import LayerPanels, Panels, Products
+from rollout.native.kernels import HEAD_DIMS, KINDS, Kernels, chosen_kernels, load_kernels
+from rollout.native.layers import LANES, DecodePlace, LayerKernels, LayerWeights
+from rollout.native.products import Panels, Products
 
 __all__ = [
     "HEAD_DIMS",
     "KINDS",
     "LANES",
     "BuildError",
+    "DecodePlace",
     "Kernels",
-    "LayerPanels",
+    "LayerKernels",
+    "LayerWeights",
     "Panels",
     "Products",
     "chosen_kernels",

@@ -95,5 +95,10 @@ double rollout_start_layer(int kind, const LayerStart* call) {
 double rollout_end_layer(int kind, const LayerEnd* call) {
     return kind == 0 ? end_layer<float>(*call) : end_layer<bf16>(*call);
 }
+
+void rollout_decode_layers(int kind, const DecodeLayer* layers, int64_t count, double* seconds) {
+    if (kind == 0) decode_layers<float>(layers, count, seconds);
+    else decode_layers<bf16>(layers, count, seconds);
+}
 #endif
 }

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from rollout.native.build import BuildError, load_library
-from rollout.native.library import AttentionArguments, Library
-from rollout.native.products import LANES, Products
+from rollout.native.layers import LANES, LayerKernels
+from rollout.native.library import Library, attention_arguments
+from rollout.native.products import Products
 
 logger = logging.getLogger("rollout")
 
@@ -44,6 +45,8 @@ class Kernels:
         self._library = Library(library)
         self.products = Products(self._library) if self._library.has_products else None
         """Products of matrices; ``None`` on a CPU where oneDNN's are the faster ones."""
+        self.layers = LayerKernels(self._library) if self._library.has_products else None
+        """Decoder layers on those products."""
 
     def timing(self) -> AbstractContextManager[dict[str, float]]:
         """Adds up the seconds inside each function while the block runs: no profiler sees them."""
@@ -200,31 +203,10 @@ class Kernels:
         if sinks is not None:
             assert sinks.shape == (heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous()
         query = _with_whole_tokens(query)
-        stored: tuple[int, ...] = ()
         if new is not None:
-            key, value, slots = _checked_tokens(keys, values, *new)
-            addresses = key.data_ptr(), value.data_ptr(), slots.data_ptr()
-            stored = (*addresses, key.stride(0), value.stride(0))
+            new = _checked_tokens(keys, values, *new)
         out = torch.empty((rows, heads, size), dtype=query.dtype)
-        call = AttentionArguments(
-            out.data_ptr(),
-            query.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            pages.data_ptr(),
-            seen.data_ptr(),
-            None if sinks is None else sinks.data_ptr(),
-            query.stride(0),
-            keys.stride(0),
-            keys.shape[2],
-            rows,
-            pages.shape[1],
-            keys.shape[0],
-            heads // keys.shape[0],
-            scaling,
-            softcap or 0.0,
-            *stored,
-        )
+        call = attention_arguments(out, query, keys, values, pages, seen, scaling, softcap, sinks, new)
         done = self._library["attend"](_kind(query.dtype, query.dtype), ctypes.byref(call), size)
         assert done, f"no code for head dim {size}"
         return out

@@ -1,9 +1,11 @@
 // A decoder layer in two calls, one up to its attention and one from there on: norms, products, rotary
 // embedding and the gated MLP one after the other. Both return the seconds that their products took.
+// Where every row has one token, all layers of a model may be one call.
 //
 // Letters: T tokens, D hidden size, N query heads, K key/value heads, H head dim, M the MLP's inner size.
 #pragma once
 
+#include "attention.h"
 #include "elementwise.h"
 #include "product.h"
 
@@ -18,12 +20,18 @@ struct LayerStart {
 };
 
 struct LayerEnd {
-    void* out;                   // [T, D]
+    void* out;                   // [T, D], may be `hidden`
     const void *hidden, *norm;   // [T, D] as the layer was given it, [D]
     const void* attended;        // [T, N * H]
     const PanelMatrix *attention_out, *gate_up, *down;
     int64_t tokens;
     float eps;
+};
+
+struct DecodeLayer {
+    LayerStart start;
+    AttentionCall attention;
+    LayerEnd end;
 };
 
 // Adds up the time spent in products.
@@ -77,4 +85,16 @@ static double end_layer(const LayerEnd& call) {
         add(out, delta, count * D);
     }
     return product.seconds;
+}
+
+// Adds the seconds of products and of attention to `seconds`.
+template <class T>
+static void decode_layers(const DecodeLayer* layers, int64_t count, double* seconds) {
+    for (int64_t i = 0; i < count; i++) {
+        seconds[0] += start_layer<T>(layers[i].start);
+        const double started = omp_get_wtime();
+        attend_rows<T>(layers[i].attention, layers[i].start.head_dim);
+        seconds[1] += omp_get_wtime() - started;
+        seconds[0] += end_layer<T>(layers[i].end);
+    }
 }

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
 
 class AttentionArguments(ctypes.Structure):
     """The arguments of one attention, ``AttentionCall`` of ``attention.h``."""
@@ -19,6 +21,45 @@ class AttentionArguments(ctypes.Structure):
         ("softcap", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("key", "value", "slots")),
         *((name, ctypes.c_int64) for name in ("key_stride", "value_stride")),
+    )
+
+
+def attention_arguments(
+    out: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    seen: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    new: tuple[Tensor, Tensor, Tensor] | None,
+) -> AttentionArguments:
+    """Addresses and strides of tensors that were checked; see ``Kernels.attend``."""
+    stored: tuple[int, ...] = ()
+    if new is not None:
+        key, value, slots = new
+        addresses = key.data_ptr(), value.data_ptr(), slots.data_ptr()
+        stored = (*addresses, key.stride(0), value.stride(0))
+    return AttentionArguments(
+        out.data_ptr(),
+        query.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        pages.data_ptr(),
+        seen.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+        query.stride(0),
+        keys.stride(0),
+        keys.shape[2],
+        query.shape[0],
+        pages.shape[1],
+        keys.shape[0],
+        query.shape[1] // keys.shape[0],
+        scaling,
+        softcap or 0.0,
+        *stored,
     )
 
 
@@ -55,6 +96,12 @@ class LayerEnd(ctypes.Structure):
         ("tokens", ctypes.c_int64),
         ("eps", ctypes.c_float),
     )
+
+
+class DecodeLayer(ctypes.Structure):
+    """A whole layer of a step with one token per row, ``DecodeLayer`` of ``layer.h``."""
+
+    _fields_ = (("start", LayerStart), ("attention", AttentionArguments), ("end", LayerEnd))
 
 
 class Library:
@@ -98,6 +145,13 @@ class Library:
                 ),
                 "start_layer": _typed(start, int_, reference(LayerStart)),
                 "end_layer": _typed(end, int_, reference(LayerEnd)),
+                "decode_layers": _typed(
+                    library.rollout_decode_layers,
+                    int_,
+                    reference(DecodeLayer),
+                    i64,
+                    reference(ctypes.c_double),
+                ),
             }
         self._seconds: dict[str, float] | None = None
 
@@ -107,7 +161,8 @@ class Library:
     @contextmanager
     def timing(self) -> Iterator[dict[str, float]]:
         """Adds up the seconds inside each function while the block runs: no profiler sees them."""
-        self._seconds = seconds = defaultdict(float)
+        seconds: dict[str, float] = defaultdict(float)
+        self._seconds = seconds
         plain = self._functions
         self._functions = {name: _timed(name, run, seconds) for name, run in plain.items()}
         try:

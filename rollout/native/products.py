@@ -1,17 +1,12 @@
-"""Products of rows with weights in panels, and the decoder layer built around them.
-
-Letters: T tokens, D hidden size, N query heads, K kv heads, H head dim, O outer and I inner size.
-"""
+"""Products of rows with weights in panels. Letters: O outer and I inner size of a weight matrix."""
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rollout.native.library import LayerEnd, LayerStart, Library, PanelMatrix
+from rollout.native.library import Library, PanelMatrix
 
-LANES = 16
 PANEL = 32
 UNIT_BYTES = 4
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
@@ -66,17 +61,6 @@ class Panels:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPanels:
-    """The four products of a decoder layer."""
-
-    qkv: Panels
-    """Queries, keys and values side by side."""
-    attention_out: Panels
-    gate_up: Panels
-    down: Panels
-
-
 class Products:
     """Matrix products that are faster than oneDNN's on CPUs with bf16 dot products and without AMX.
 
@@ -95,94 +79,3 @@ class Products:
     def pack(self, weight: Tensor, bias: Tensor | None) -> Panels:
         """Weights ``[O, I]`` and a bias ``[O]`` of one dtype, see :meth:`can_pack`."""
         return Panels(self._library, weight, bias)
-
-    def start_layer(
-        self,
-        hidden: Tensor,
-        norm: Tensor,
-        eps: float,
-        panels: LayerPanels,
-        num_queries: int,
-        num_keys: int,
-        cos: Tensor,
-        sin: Tensor,
-        head_norms: tuple[Tensor, Tensor] | None = None,
-        head_eps: float = 0.0,
-    ) -> Tensor:
-        """A layer up to its attention: norm, projections and rotary embedding.
-
-        Args:
-            hidden: [T, D].
-            norm, eps: weight [D] and eps of the norm of the input.
-            num_queries, num_keys: N and K.
-            cos, sin: [1, T, H].
-            head_norms, head_eps: weights [H] of the norms of queries and keys, if there are any.
-
-        All tensors have the panels' dtype. Returns ``[T, N + 2 * K, H]``: queries and keys, rotated, and
-        the values.
-        """
-        tokens, size = hidden.shape
-        head_dim = cos.shape[-1]
-        dtype, qkv = hidden.dtype, panels.qkv
-        weights = (norm, *(head_norms or ()))
-        assert hidden.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
-        assert size == qkv.inner == norm.shape[0] and size % LANES == 0 and head_dim % (2 * LANES) == 0
-        assert cos.shape == sin.shape == (1, tokens, head_dim)
-        assert qkv.outer == (num_queries + 2 * num_keys) * head_dim
-        assert all(x.dtype == dtype and x.is_contiguous() for x in (cos, sin, *weights)) and dtype == qkv.dtype
-        out = torch.empty((tokens, num_queries + 2 * num_keys, head_dim), dtype=dtype)
-        query_norm, key_norm = (None, None) if head_norms is None else (x.data_ptr() for x in head_norms)
-        call = LayerStart(
-            out.data_ptr(),
-            hidden.data_ptr(),
-            norm.data_ptr(),
-            ctypes.pointer(qkv.matrix),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            query_norm,
-            key_norm,
-            tokens,
-            num_queries,
-            num_keys,
-            head_dim,
-            eps,
-            head_eps,
-        )
-        seconds = self._library["start_layer"](KINDS[dtype], ctypes.byref(call))
-        self._library.move_seconds(seconds, "start_layer", "multiply")
-        return out
-
-    def end_layer(
-        self, hidden: Tensor, attended: Tensor, norm: Tensor, eps: float, panels: LayerPanels
-    ) -> Tensor:
-        """A layer from its attention on: its projection, the norm, the gated MLP and both residuals.
-
-        Args:
-            hidden: [T, D], what the layer was given.
-            attended: [T, N * H].
-            norm, eps: of the norm before the MLP.
-
-        All tensors have the panels' dtype. Returns ``[T, D]``.
-        """
-        tokens, size = hidden.shape
-        out_panels, gate_up, down = panels.attention_out, panels.gate_up, panels.down
-        attended = attended.contiguous()
-        assert hidden.is_contiguous() and attended.shape == (tokens, out_panels.inner)
-        assert hidden.dtype == attended.dtype == norm.dtype == down.dtype and norm.shape == (size,)
-        assert size == out_panels.outer == gate_up.inner == down.outer and size % LANES == 0
-        assert gate_up.outer == 2 * down.inner and down.inner % LANES == 0 and norm.is_contiguous()
-        out = torch.empty_like(hidden)
-        call = LayerEnd(
-            out.data_ptr(),
-            hidden.data_ptr(),
-            norm.data_ptr(),
-            attended.data_ptr(),
-            ctypes.pointer(out_panels.matrix),
-            ctypes.pointer(gate_up.matrix),
-            ctypes.pointer(down.matrix),
-            tokens,
-            eps,
-        )
-        seconds = self._library["end_layer"](KINDS[hidden.dtype], ctypes.byref(call))
-        self._library.move_seconds(seconds, "end_layer", "multiply")
-        return out

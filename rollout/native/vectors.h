@@ -2,6 +2,10 @@
 // whatever the CPU has. Numbers are float32 in registers; in memory they are float32 or bfloat16.
 #pragma once
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -46,8 +50,20 @@ inline vu upper_halves(vf v) {
     return v == v ? rounded : vu{} + 0x7fc0u;
 }
 
+// To bf16. The instruction for it takes numbers below the smallest normal one for 0.
+inline vh halves(vf v) {
+#if defined(__AVX512BF16__)
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)v);
+    vh bits;
+    std::memcpy(&bits, &half, sizeof bits);
+    return bits;
+#else
+    return __builtin_convertvector(upper_halves(v), vh);
+#endif
+}
+
 inline void store(bf16* p, vf v) {
-    vh half = __builtin_convertvector(upper_halves(v), vh);
+    const vh half = halves(v);
     std::memcpy(p, &half, sizeof half);
 }
 
@@ -97,7 +113,7 @@ inline vf rounded<float>(vf v) {
 }
 template <>
 inline vf rounded<bf16>(vf v) {
-    return as_floats(upper_halves(v) << 16);
+    return as_floats(__builtin_convertvector(halves(v), vu) << 16);
 }
 
 inline float sum(vf v) {

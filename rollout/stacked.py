@@ -1,0 +1,177 @@
+"""All decoder layers of a view as one module, which runs a decode step's layers in one compiled call.
+
+Calling a layer costs Python some hundred microseconds, which is a third of a step with few rows. Steps with
+several tokens in a row go through the fused layers one by one.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from rollout.attention import StackStep, attend_to_itself
+from rollout.fused import FusedLayer
+from rollout.native import DecodePlace, Kernels, LayerKernels, LayerWeights
+
+logger = logging.getLogger("rollout")
+
+TRIED_TOKENS = 4
+
+
+class LayerStack(nn.Module):
+    """Fused layers that follow each other, called like one.
+
+    Args:
+        layers: each is given what the one before returned.
+        kernels: those that run all of them at once.
+    """
+
+    def __init__(self, layers: Sequence[FusedLayer], kernels: LayerKernels) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._in_order = tuple(layers)
+        self._kernels = kernels
+        self._asked = [(layer.attention, layer.options) for layer in layers]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        rollout_step: StackStep,
+        **kwargs: object,
+    ) -> Tensor:
+        """``[1, T, D] -> [1, T, D]``; see ``FusedLayer`` about ``kwargs``."""
+        places = rollout_step.decode_places(self._asked)
+        if places is not None and places[0].keys.dtype == hidden_states.dtype:
+            weights = self._weights(hidden_states.dtype)
+            if weights is not None:
+                return self._kernels.decode(hidden_states[0], weights, *position_embeddings, places)[None]
+        for layer in self._in_order:
+            hidden_states = layer(
+                hidden_states, position_embeddings=position_embeddings, rollout_step=rollout_step
+            )
+        return hidden_states
+
+    def _weights(self, dtype: torch.dtype) -> list[LayerWeights] | None:
+        weights = []
+        for layer in self._in_order:
+            of_layer = layer.weights(dtype)
+            if of_layer is None:
+                return None
+            weights.append(of_layer)
+        return weights
+
+
+class Link(nn.Module):
+    """Stands in for a layer during one forward and remembers what it was called with."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        assert isinstance(layer, FusedLayer)
+        self.layer = layer
+        self.calls: list[tuple[Tensor, object, Tensor]] = []
+
+    def forward(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
+        """The layer's output."""
+        output: Tensor = self.layer(hidden_states, **kwargs)
+        self.calls.append((hidden_states, kwargs["position_embeddings"], output))
+        return output
+
+    def leads_to(self, other: "Link") -> bool:
+        """Whether each was called once, the other on what this one returned and with the same angles."""
+        if len(self.calls) != 1 or len(other.calls) != 1:
+            return False
+        (_, angles, output), (given, other_angles, _) = self.calls[0], other.calls[0]
+        return given is output and angles is other_angles
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnValuesStep:
+    """Each token attends to itself alone: layers are compared, not attention."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        options: Mapping[str, object],
+    ) -> Tensor:
+        """See ``AttentionStep``."""
+        return attend_to_itself(query, value)
+
+    def attend_tokens(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, object]
+    ) -> Tensor:
+        """See ``TokenStep``."""
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    def decode_places(
+        self, asked: Sequence[tuple[nn.Module, Mapping[str, object]]]
+    ) -> list[DecodePlace] | None:
+        """See ``StackStep``."""
+        return None
+
+
+def stack_layers(view: nn.Module, kernels: Kernels, device: torch.device) -> int:
+    """Put one stack in place of each list of fused layers that follow each other; returns their number.
+
+    Costs two passes of four tokens through the view: one to see which layers follow each other, and one
+    to see that the model takes a stack for its layers.
+    """
+    if kernels.layers is None:
+        return 0
+    lists = [each for each in view.modules() if isinstance(each, nn.ModuleList) and _are_fused(each)]
+    before = [dict(each._modules) for each in lists]
+    count = 0
+    try:
+        chains = [_linked(each) for each in lists]
+        expected = _logits(view, device) if lists else None
+        for each, chain, layers in zip(lists, chains, before, strict=True):
+            each._modules = dict(layers)
+            if all(one.leads_to(other) for one, other in pairwise(chain)):
+                each._modules = {"0": LayerStack([link.layer for link in chain], kernels.layers)}
+                count += 1
+        if expected is not None and not torch.equal(_logits(view, device), expected):
+            raise ValueError("the model computes something else with them")
+    except Exception as error:  # the model's own code, met in a way it does not expect
+        logger.info("layers are not stacked: %s: %s", type(error).__name__, error)
+        for each, layers in zip(lists, before, strict=True):
+            each._modules = layers
+        return 0
+    return count
+
+
+def unstack_layers(view: nn.Module) -> None:
+    """Put the fused layers back."""
+    for parent in list(view.modules()):
+        stack = parent._modules.get("0")
+        if isinstance(stack, LayerStack):
+            parent._modules = dict(stack.layers._modules)
+
+
+def _are_fused(layers: nn.ModuleList) -> bool:
+    return len(layers) > 1 and all(type(layer) is FusedLayer for layer in layers)
+
+
+def _linked(layers: nn.ModuleList) -> list[Link]:
+    """Links that have taken the place of the layers."""
+    chain = [Link(layer) for layer in layers]
+    layers._modules = dict(zip(layers._modules, chain, strict=True))
+    return chain
+
+
+def _logits(view: nn.Module, device: torch.device) -> Tensor:
+    positions = torch.arange(TRIED_TOKENS, device=device)[None]
+    logits: Tensor = view(
+        input_ids=torch.zeros_like(positions),
+        position_ids=positions,
+        use_cache=False,
+        rollout_step=_OwnValuesStep(),
+    ).logits
+    return logits

@@ -1,0 +1,172 @@
+"""Products with weights in panels against products in float64, and decoder layers around them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollout.native import Kernels, LayerWeights, Products, load_kernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def products() -> Products:
+    made = load_kernels().products
+    if made is None:
+        pytest.skip("this CPU has no bf16 dot products, or it has AMX: oneDNN multiplies")
+    return made
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_is_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """fp32 up to the order of sums; bf16 rounded once, so half a last bit and those sums apart."""
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    size = x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
+    rounding = 2**-8 * exact.abs() if x.dtype == torch.bfloat16 else 0
+    assert found.dtype == x.dtype and found.shape == exact.shape
+    assert ((found.double() - exact).abs() <= rounding + 1e-6 * size).all()
+
+
+@settings(max_examples=80)
+@given(
+    rows=st.one_of(st.integers(1, 30), st.integers(190, 400)),
+    inner=st.integers(1, 100),
+    outer=st.integers(1, 140),
+    has_bias=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 999),
+)
+def test_product_is_the_product(
+    products: Products, rows: int, inner: int, outer: int, has_bias: bool, dtype: torch.dtype, seed: int
+) -> None:
+    inner *= 2
+    x, weight = randn(rows, inner, dtype=dtype, seed=seed), randn(outer, inner, dtype=dtype, seed=seed + 1)
+    bias = randn(outer, dtype=dtype, seed=seed + 2) if has_bias else None
+    assert_is_product(products.pack(weight, bias).multiply(x), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [1024, 2048, 2600, 4096])
+def test_long_rows_and_rows_a_power_of_two_apart(products: Products, dtype: torch.dtype, inner: int) -> None:
+    weight = randn(70, inner, dtype=dtype, seed=1)
+    panels = products.pack(weight, None)
+    for rows in (1, 6, 7, 12, 13, 250):
+        x = randn(rows, inner, dtype=dtype)
+        assert_is_product(panels.multiply(x), x, weight, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outer", [8, 500])
+def test_a_row_is_the_same_whatever_rows_come_with_it(
+    products: Products, dtype: torch.dtype, outer: int
+) -> None:
+    x, weight = randn(250, 1030, dtype=dtype), randn(outer, 1030, dtype=dtype, seed=1)
+    panels = products.pack(weight, None)
+    together = panels.multiply(x)
+    for count in (1, 5, 12, 13, 64, 200):
+        assert torch.equal(panels.multiply(x[:count]), together[:count])
+    assert torch.equal(panels.multiply(x[None, 7:9]), together[None, 7:9])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_inf_stay_in_their_row(products: Products, dtype: torch.dtype) -> None:
+    x = randn(20, 64, dtype=dtype)
+    x[3, 5], x[4, 6] = float("nan"), float("inf")
+    out = products.pack(randn(40, 64, dtype=dtype, seed=1), None).multiply(x)
+    assert out[3].isnan().all() and out[4].isinf().all()
+    assert out[[0, 1, 2, *range(5, 20)]].isfinite().all()
+
+
+def test_what_can_be_packed_and_how_much_it_takes(products: Products) -> None:
+    assert products.can_pack(torch.zeros(5, 3)) and products.can_pack(torch.zeros(5, 4).bfloat16())
+    assert not products.can_pack(torch.zeros(5, 3).bfloat16())
+    assert not products.can_pack(torch.zeros(5, 4).double())
+    assert products.pack(torch.zeros(48, 10), None).num_bytes == 64 * 10 * 4  # whole panels of 32
+    assert products.pack(torch.zeros(64, 10).bfloat16(), None).num_bytes == 64 * 10 * 2
+
+
+def test_weights_may_be_a_view(products: Products) -> None:
+    wide = randn(20, 30)
+    x = randn(3, 20, seed=1)
+    assert_is_product(products.pack(wide.T, None).multiply(x), x, wide.T, None)
+
+
+# ---- layers
+
+
+def layer_weights(products: Products, dtype: torch.dtype, has_head_norms: bool) -> LayerWeights:
+    size, inner, queries, keys, dim = 64, 96, 3, 1, 32
+    weights = (
+        products.pack(randn(outer, size_in, dtype=dtype, seed=seed) * size_in**-0.5, None)
+        for seed, (outer, size_in) in enumerate(
+            [((queries + 2 * keys) * dim, size), (size, queries * dim), (2 * inner, size), (size, inner)]
+        )
+    )
+    qkv, attention_out, gate_up, down = weights
+    norms = randn(dim, dtype=dtype, seed=5), randn(dim, dtype=dtype, seed=6)
+    return LayerWeights(
+        input_norm=randn(size, dtype=dtype, seed=7),
+        input_eps=1e-5,
+        head_norms=norms if has_head_norms else None,
+        head_eps=1e-6,
+        qkv=qkv,
+        num_queries=queries,
+        num_keys=keys,
+        attention_out=attention_out,
+        mlp_norm=randn(size, dtype=dtype, seed=8),
+        mlp_eps=1e-4,
+        gate_up=gate_up,
+        down=down,
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 400])
+@pytest.mark.parametrize("has_head_norms", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_halves_of_a_layer_are_its_parts(
+    products: Products, dtype: torch.dtype, has_head_norms: bool, tokens: int
+) -> None:
+    kernels = load_kernels()
+    assert kernels.layers is not None
+    weights = layer_weights(products, dtype, has_head_norms)
+    weights.check()
+    hidden, attended = randn(tokens, 64, dtype=dtype), randn(tokens, 96, dtype=dtype, seed=1)
+    cos, sin = randn(1, tokens, 32, dtype=dtype, seed=2), randn(1, tokens, 32, dtype=dtype, seed=3)
+    joint = weights.qkv.multiply(kernels.rms_norm(hidden, weights.input_norm, weights.input_eps))
+    rotated = kernels.rotate(joint, 3, 1, cos, sin, weights.head_norms, weights.head_eps)
+    found = kernels.layers.start(hidden, weights, cos, sin)
+    assert torch.equal(found[:, :4], rotated) and torch.equal(found[:, 4], joint[:, 4 * 32 :])
+    total, normed = kernels.add_rms_norm(
+        hidden, weights.attention_out.multiply(attended), weights.mlp_norm, weights.mlp_eps
+    )
+    gated = kernels.silu_mul(weights.gate_up.multiply(normed))
+    expected = total + weights.down.multiply(gated)
+    assert torch.equal(kernels.layers.end(hidden, attended, weights), expected)
+
+
+def test_weights_that_do_not_fit_together_are_noticed(products: Products) -> None:
+    weights = layer_weights(products, torch.float32, has_head_norms=False)
+    wrong = {
+        "down": products.pack(torch.zeros(64, 80), None),
+        "attention_out": products.pack(torch.zeros(64, 64), None),
+        "mlp_norm": torch.zeros(32),
+        "gate_up": products.pack(torch.zeros(192, 64).bfloat16(), None),
+    }
+    fields = {name: getattr(weights, name) for name in LayerWeights.__dataclass_fields__}
+    for name, value in wrong.items():
+        with pytest.raises(AssertionError):
+            LayerWeights(**{**fields, name: value}).check()
+
+
+def test_timing_tells_products_from_the_rest_of_a_layer(products: Products) -> None:
+    kernels: Kernels = load_kernels()
+    assert kernels.layers is not None
+    weights = layer_weights(products, torch.float32, has_head_norms=False)
+    with kernels.timing() as seconds:
+        kernels.layers.end(randn(50, 64), randn(50, 96), weights)
+    assert set(seconds) == {"end_layer", "multiply"} and min(seconds.values()) > 0
