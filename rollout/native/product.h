@@ -27,6 +27,7 @@ constexpr int MOST_ROWS = 12;       // of a tile: 24 sums and 3 operands in 32 r
 constexpr int64_t GROUP_ROWS = 192;     // worked on before the next ones: their inputs stay in the L2 cache
 constexpr int CHUNK_UNITS = 1024;   // of a panel at once: 128 KB, so that this and the next are in L2
 constexpr int FETCHING_TILES = 3;   // the first tiles of a chunk fetch the next one among them
+constexpr int NEAR_UNITS = 16;      // ahead of the sums, from the L2 cache to the L1
 constexpr int CLASHING_UNITS = 512, MOST_CLASHING_ROWS = 6;  // of a cache of 8 ways of 4 KB
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 16;
 
@@ -59,6 +60,8 @@ static void add_tile(float* sums, const unit* x, int64_t row_stride, const unit*
         const vi left = load(weights), right = load(weights + LANES);
         __builtin_prefetch(ahead, 0, 2);
         __builtin_prefetch(ahead + 64, 0, 2);
+        __builtin_prefetch(weights + NEAR_UNITS * PANEL, 0, 3);
+        __builtin_prefetch(weights + NEAR_UNITS * PANEL + LANES, 0, 3);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             const vi value = vi{} + x[r * row_stride + u];
