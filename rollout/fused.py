@@ -1,9 +1,13 @@
-"""Decoder layers of the view with everything but linears and attention in compiled kernels.
+"""Decoder layers of the view in compiled kernels.
 
 A layer is known by what it does, not by its class: if its modules are those of a pre-norm decoder
 layer with rotary embedding and a gated MLP, the fused one is run beside it on a small input, and takes
 its place only if queries, keys, values and the result agree, at both ends of the positions. Any other
-layer stays as it is. The linears are called as modules, so adapters and packed weights work as before.
+layer stays as it is.
+
+Where the kernels make all of the layer's products, what comes before its attention is one call and what
+comes after it another. Else (an adapter around a linear, nothing packed, autocast, another CPU) the linears
+are called as modules, and the kernels do what is between them.
 """
 
 import copy
@@ -18,6 +22,7 @@ from torch import Tensor, nn
 from rollout.attention import TokenStep, attend_to_itself
 from rollout.native import LANES, Kernels, LayerWeights
 from rollout.packing import JointLinear
+from rollout.types import RankError
 
 logger = logging.getLogger("rollout")
 
@@ -98,8 +103,10 @@ class Norm(NamedTuple):
             ValueError: it keeps something else than a weight and ``variance_epsilon``.
         """
         weight, eps = module._parameters.get("weight"), vars(module).get("variance_epsilon")
-        if weight is None or eps is None or len(module._parameters) != 1 or weight.numel() % LANES:
+        if weight is None or eps is None or len(module._parameters) != 1:
             raise ValueError(f"{type(module).__name__} is no norm with a weight and variance_epsilon")
+        if weight.numel() % LANES or not weight.is_contiguous():
+            raise ValueError(f"a weight {tuple(weight.shape)} with strides {weight.stride()} has no code")
         return cls(weight, eps)
 
 
@@ -141,9 +148,9 @@ class FusedLayer(nn.Module):
         **kwargs: object,
     ) -> Tensor:
         """``[1, T, D] -> [1, T, D]``; without what else transformers passes the trial saw no difference."""
-        hidden, (cos, sin) = hidden_states[0], position_embeddings
+        hidden, (cos, sin) = hidden_states[0].contiguous(), position_embeddings
         layers, weights = self._kernels.layers, self.weights(hidden.dtype)
-        if layers is None or weights is None:
+        if layers is None or weights is None or cos.dtype != hidden.dtype:
             return self._in_parts(hidden, cos, sin, rollout_step)[None]
         sizes = self._num_queries, self._num_keys, self._num_keys
         query, key, value = layers.start(hidden, weights, cos, sin).split_with_sizes(sizes, dim=1)
@@ -154,6 +161,11 @@ class FusedLayer(nn.Module):
     def attention(self) -> nn.Module:
         """The plain layer's attention."""
         return self._attention[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states."""
+        return self._input_norm.weight.dtype
 
     def weights(self, dtype: torch.dtype) -> LayerWeights | None:
         """The layer's weights where all of its products are the compiled kernels' own, in ``dtype``."""
@@ -177,7 +189,7 @@ class FusedLayer(nn.Module):
         )
 
     def _in_parts(self, hidden: Tensor, cos: Tensor, sin: Tensor, rollout_step: TokenStep) -> Tensor:
-        """``[T, D] -> [T, D]``, each linear called by itself."""
+        """``[T, D] -> [T, D]``, the linears called by themselves."""
         kernels = self._kernels
         queries, keys, dim = self._num_queries, self._num_keys, cos.shape[-1]
         qkv = self._qkv(kernels.rms_norm(hidden, *self._input_norm))
@@ -262,12 +274,15 @@ def fuse_layers(view: nn.Module, kernels: Kernels, device: torch.device, positio
             use_cache=False,
             rollout_step=RecordingStep(),
         )
+    except RankError:
+        raise
     except Exception as error:  # the model's own code, met in a way it does not expect
         logger.info("no layer is fused: %s: %s", type(error).__name__, error)
         for *_, trial in trials:
             trial.result = trial.plain
-    for parent, name, trial in trials:
-        parent._modules[name] = trial.result
+    finally:
+        for parent, name, trial in trials:
+            parent._modules[name] = trial.result
     count = sum(isinstance(trial.result, FusedLayer) for *_, trial in trials)
     logger.info("%d of %d decoder layers are fused", count, len(trials))
     return count

@@ -229,7 +229,7 @@ class LinearGroup:
         if dtype not in PACKED_DTYPES:
             return None
         weight = self._current(dtype)
-        return weight if isinstance(weight, Panels) else None
+        return weight if isinstance(weight, Panels) and weight.dtype == dtype else None
 
     def serves(self, dtype: torch.dtype, rows: int) -> bool:
         """Whether a product of so many rows in ``dtype`` is faster on the packed copy."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rollout.attention import IMPLEMENTATION, AttentionBackend, AttentionCall
-from rollout.batch import BucketKind, StepBatch
+from rollout.batch import BucketKind, GroupBatch, StepBatch
 from rollout.kv_cache import KVCache
 from rollout.native import DecodePlace
 from rollout.probe import ModelPlan
@@ -78,30 +78,32 @@ class PagedStep:
         self, asked: Sequence[tuple[nn.Module, Mapping[str, object]]]
     ) -> list[DecodePlace] | None:
         """Where the layers' rows lie; see ``StackStep``."""
-        buckets = [bucket for group in self.batch.groups for bucket in group.buckets]
-        are_rows = all(bucket.kind is BucketKind.DECODE for bucket in buckets)
-        if not self.backend.has_decode_layers or len(buckets) != len(self.batch.groups) or not are_rows:
+        if not self.backend.has_decode_layers or not all(_is_one_decode(g) for g in self.batch.groups):
             return None
-        tables = [bucket.pages.view(bucket.num_rows, -1) for bucket in buckets if bucket.pages is not None]
-        seen = [bucket.seen for bucket in buckets if bucket.seen is not None]
         places = []
         for module, options in asked:
             layer = self.layer_of[id(module)]
-            group, pages = self.cache.group_of(layer), self.cache.layer(layer)
+            pages, group = self.cache.layer(layer), self.batch.groups[self.cache.group_of(layer)]
+            (bucket,) = group.buckets
+            assert bucket.pages is not None and bucket.seen is not None
             scaling, softcap, sinks = _score_rules(options, pages.keys.shape[-1])
             places.append(
                 DecodePlace(
                     keys=pages.keys,
                     values=pages.values,
-                    pages=tables[group],
-                    seen=seen[group],
-                    slots=self.batch.groups[group].slots,
+                    pages=bucket.pages.view(bucket.num_rows, -1),
+                    seen=bucket.seen,
+                    slots=group.slots,
                     scaling=scaling,
                     softcap=softcap,
                     sinks=None if sinks is None else sinks.float().contiguous(),
                 )
             )
         return places
+
+
+def _is_one_decode(group: GroupBatch) -> bool:
+    return len(group.buckets) == 1 and group.buckets[0].kind is BucketKind.DECODE
 
 
 def _score_rules(options: Mapping[str, object], head_dim: int) -> tuple[float, float | None, Tensor | None]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rollout.attention import StackStep, attend_to_itself
 from rollout.fused import FusedLayer
-from rollout.native import DecodePlace, Kernels, LayerKernels, LayerWeights
+from rollout.native import HEAD_DIMS, DecodePlace, Kernels, LayerKernels, LayerWeights
 
 logger = logging.getLogger("rollout")
 
@@ -45,25 +45,29 @@ class LayerStack(nn.Module):
         **kwargs: object,
     ) -> Tensor:
         """``[1, T, D] -> [1, T, D]``; see ``FusedLayer`` about ``kwargs``."""
+        cos, sin = position_embeddings
+        hidden = hidden_states[0]
         places = rollout_step.decode_places(self._asked)
-        if places is not None and places[0].keys.dtype == hidden_states.dtype:
-            weights = self._weights(hidden_states.dtype)
-            if weights is not None:
-                return self._kernels.decode(hidden_states[0], weights, *position_embeddings, places)[None]
-        for layer in self._in_order:
-            hidden_states = layer(
-                hidden_states, position_embeddings=position_embeddings, rollout_step=rollout_step
-            )
-        return hidden_states
+        if places is None or not cos.dtype == places[0].keys.dtype == hidden.dtype:
+            for layer in self._in_order:
+                hidden_states = layer(
+                    hidden_states, position_embeddings=position_embeddings, rollout_step=rollout_step
+                )
+            return hidden_states
+        weights = panel_weights(self._in_order)
+        assert weights is not None, "layers in parts are not stacked"
+        return self._kernels.decode(hidden.contiguous(), weights, cos, sin, places)[None]
 
-    def _weights(self, dtype: torch.dtype) -> list[LayerWeights] | None:
-        weights = []
-        for layer in self._in_order:
-            of_layer = layer.weights(dtype)
-            if of_layer is None:
-                return None
-            weights.append(of_layer)
-        return weights
+
+def panel_weights(layers: Sequence[FusedLayer]) -> list[LayerWeights] | None:
+    """The layers' weights, if all of their products are the compiled kernels' own."""
+    weights = []
+    for layer in layers:
+        of_layer = layer.weights(layer.dtype)
+        if of_layer is None:
+            return None
+        weights.append(of_layer)
+    return weights
 
 
 class Link(nn.Module):
@@ -124,26 +128,30 @@ def stack_layers(view: nn.Module, kernels: Kernels, device: torch.device) -> int
     Costs two passes of four tokens through the view: one to see which layers follow each other, and one
     to see that the model takes a stack for its layers.
     """
-    if kernels.layers is None:
+    lists = [each for each in view.modules() if isinstance(each, nn.ModuleList) and _can_stack(each)]
+    if kernels.layers is None or not lists:
         return 0
-    lists = [each for each in view.modules() if isinstance(each, nn.ModuleList) and _are_fused(each)]
     before = [dict(each._modules) for each in lists]
-    count = 0
+    is_done = False
     try:
         chains = [_linked(each) for each in lists]
-        expected = _logits(view, device) if lists else None
+        expected = _logits(view, device)
+        count = 0
         for each, chain, layers in zip(lists, chains, before, strict=True):
             each._modules = dict(layers)
             if all(one.leads_to(other) for one, other in pairwise(chain)):
                 each._modules = {"0": LayerStack([link.layer for link in chain], kernels.layers)}
                 count += 1
-        if expected is not None and not torch.equal(_logits(view, device), expected):
+        if not torch.equal(_logits(view, device), expected):
             raise ValueError("the model computes something else with them")
+        is_done = True
     except Exception as error:  # the model's own code, met in a way it does not expect
         logger.info("layers are not stacked: %s: %s", type(error).__name__, error)
-        for each, layers in zip(lists, before, strict=True):
-            each._modules = layers
-        return 0
+        count = 0
+    finally:
+        if not is_done:
+            for each, layers in zip(lists, before, strict=True):
+                each._modules = layers
     return count
 
 
@@ -155,8 +163,15 @@ def unstack_layers(view: nn.Module) -> None:
             parent._modules = dict(stack.layers._modules)
 
 
-def _are_fused(layers: nn.ModuleList) -> bool:
-    return len(layers) > 1 and all(type(layer) is FusedLayer for layer in layers)
+def _can_stack(layers: nn.ModuleList) -> bool:
+    """Whether a decode step's layers could be one call."""
+    fused = [layer for layer in layers if isinstance(layer, FusedLayer)]
+    weights = panel_weights(fused)
+    if weights is None or len(fused) < max(2, len(layers)) or len({each.sizes for each in weights}) > 1:
+        return False
+    for each in weights:
+        each.check()
+    return weights[0].head_dim in HEAD_DIMS
 
 
 def _linked(layers: nn.ModuleList) -> list[Link]:

@@ -1,12 +1,14 @@
 """Products with weights in panels against products in float64, and decoder layers around them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.native import Kernels, LayerWeights, Products, load_kernels
+from rollout.native import DecodePlace, Kernels, LayerWeights, Products, load_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -86,6 +88,7 @@ def test_what_can_be_packed_and_how_much_it_takes(products: Products) -> None:
     assert products.can_pack(torch.zeros(5, 3)) and products.can_pack(torch.zeros(5, 4).bfloat16())
     assert not products.can_pack(torch.zeros(5, 3).bfloat16())
     assert not products.can_pack(torch.zeros(5, 4).double())
+    assert not products.can_pack(torch.zeros(0, 4)) and not products.can_pack(torch.zeros(4, 0))
     assert products.pack(torch.zeros(48, 10), None).num_bytes == 64 * 10 * 4  # whole panels of 32
     assert products.pack(torch.zeros(64, 10).bfloat16(), None).num_bytes == 64 * 10 * 2
 
@@ -102,7 +105,9 @@ def test_weights_may_be_a_view(products: Products) -> None:
 def layer_weights(products: Products, dtype: torch.dtype, has_head_norms: bool) -> LayerWeights:
     size, inner, queries, keys, dim = 64, 96, 3, 1, 32
     weights = (
-        products.pack(randn(outer, size_in, dtype=dtype, seed=seed) * size_in**-0.5, None)
+        products.pack(
+            randn(outer, size_in, dtype=dtype, seed=seed) * size_in**-0.5, randn(outer, dtype=dtype, seed=9)
+        )
         for seed, (outer, size_in) in enumerate(
             [((queries + 2 * keys) * dim, size), (size, queries * dim), (2 * inner, size), (size, inner)]
         )
@@ -149,6 +154,71 @@ def test_the_halves_of_a_layer_are_its_parts(
     assert torch.equal(kernels.layers.end(hidden, attended, weights), expected)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_of_a_decode_step_are_their_parts(
+    products: Products, dtype: torch.dtype, has_sinks: bool, softcap: float | None
+) -> None:
+    """Two layers, the second on tables of its own as with a sliding window."""
+    kernels, rows = load_kernels(), 5
+    assert kernels.layers is not None
+    weights = [layer_weights(products, dtype, has_head_norms) for has_head_norms in (False, True)]
+    cos, sin = randn(1, rows, 32, dtype=dtype, seed=2), randn(1, rows, 32, dtype=dtype, seed=3)
+    places = [
+        DecodePlace(
+            keys=randn(1, 12, 4, 32, dtype=dtype, seed=10 + i),
+            values=randn(1, 12, 4, 32, dtype=dtype, seed=20 + i),
+            pages=torch.arange(10).view(rows, 2) + i,
+            seen=torch.tensor([[i, 6], [0, 3], [0, 8], [i, 2], [0, 5]]),
+            slots=torch.tensor([5, 10, 23, 25, 36]) + 4 * i,
+            scaling=0.2,
+            softcap=softcap,
+            sinks=randn(3, seed=30 + i) if has_sinks else None,
+        )
+        for i in range(2)
+    ]
+    pages = [(place.keys.clone(), place.values.clone()) for place in places]
+    hidden = randn(rows, 64, dtype=dtype)
+    given = hidden.clone()
+    found = kernels.layers.decode(hidden, weights, cos, sin, places)
+    assert torch.equal(hidden, given)
+    for each, place, (keys, values) in zip(weights, places, pages, strict=True):
+        query, key, value = kernels.layers.start(hidden, each, cos, sin).split((3, 1, 1), dim=1)
+        new = key, value, place.slots
+        rules = 0.2, softcap, place.sinks
+        attended = kernels.attend(query, keys, values, place.pages, place.seen, *rules, new=new)
+        hidden = kernels.layers.end(hidden, attended.flatten(1), each)
+        assert torch.equal(place.keys, keys) and torch.equal(place.values, values)
+    assert torch.equal(found, hidden)
+
+
+def test_layers_of_different_sizes_are_not_one_call(products: Products) -> None:
+    kernels = load_kernels()
+    assert kernels.layers is not None
+    weights = layer_weights(products, torch.float32, has_head_norms=False)
+    other = replace(weights, num_keys=2, num_queries=1)
+    cos = randn(1, 2, 32)
+    pages = randn(1, 4, 4, 32)
+    place = DecodePlace(
+        keys=pages,
+        values=pages.clone(),
+        pages=torch.zeros(2, 1, dtype=torch.int64),
+        seen=torch.ones(2, 2, dtype=torch.int64),
+        slots=torch.tensor([1, 2]),
+        scaling=1.0,
+        softcap=None,
+        sinks=None,
+    )
+    for layers, places in (
+        ([weights, other], [place, place]),
+        ([weights], [replace(place, keys=pages[:, :, :, :16])]),
+        ([weights], [replace(place, seen=torch.ones(3, 2, dtype=torch.int64))]),
+    ):
+        with pytest.raises(AssertionError):
+            kernels.layers.decode(randn(2, 64), layers, cos, cos, places)
+
+
 def test_weights_that_do_not_fit_together_are_noticed(products: Products) -> None:
     weights = layer_weights(products, torch.float32, has_head_norms=False)
     wrong = {
@@ -157,10 +227,9 @@ def test_weights_that_do_not_fit_together_are_noticed(products: Products) -> Non
         "mlp_norm": torch.zeros(32),
         "gate_up": products.pack(torch.zeros(192, 64).bfloat16(), None),
     }
-    fields = {name: getattr(weights, name) for name in LayerWeights.__dataclass_fields__}
     for name, value in wrong.items():
         with pytest.raises(AssertionError):
-            LayerWeights(**{**fields, name: value}).check()
+            replace(weights, **{name: value}).check()
 
 
 def test_timing_tells_products_from_the_rest_of_a_layer(products: Products) -> None:

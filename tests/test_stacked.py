@@ -1,23 +1,32 @@
 """Stacks of fused layers: which layers are stacked, and that one call gives what single layers give."""
 
 import logging
+import weakref
 
+import peft
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from oracle import assert_greedy, assert_logprobs
-from rollout import RolloutEngine, SamplingParams, engine
+from rollout import RolloutEngine, SamplingParams, engine, stacked
 from rollout.fused import FusedLayer
-from rollout.native import load_kernels
+from rollout.native import Kernels, LayerKernels, load_kernels
 from rollout.stacked import LayerStack, stack_layers, unstack_layers
-from test_fused import CPU, FUSED, make_prepared
+from test_fused import CPU, FUSED, SMALL, make_prepared
 from tiny_models import TINY_MODELS
 
-pytestmark = pytest.mark.skipif(
-    load_kernels().layers is None, reason="this CPU has no bf16 dot products, or it has AMX"
-)
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Kernels:
+    made = load_kernels()
+    if made.layers is None:
+        pytest.skip("this CPU has no bf16 dot products, or it has AMX: layers are not stacked")
+    return made
+
+
 PROMPTS = [[5, 6, 7, 8, 9], [11, 3], list(range(20, 50)), [5, 6, 7, 8, 2, 1]]
 PARAMS = SamplingParams(max_new_tokens=12, n=3, seed=3, ignore_eos=True)
 
@@ -40,17 +49,7 @@ def test_a_stack_gives_what_its_layers_give(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = TINY_MODELS[name]().to(dtype)
-    stacked = RolloutEngine(model)
-    with load_kernels().timing() as seconds:
-        found = stacked.generate(PROMPTS, PARAMS)
-    assert {"decode_layers", "start_layer"} <= set(seconds)  # decode steps and prompts
-    monkeypatch.setattr(engine, "stack_layers", lambda *_: 0)
-    alone = RolloutEngine(model)
-    with load_kernels().timing() as seconds:
-        expected = alone.generate(PROMPTS, PARAMS)
-    assert "decode_layers" not in seconds
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
+    assert generate_with_and_without(model, monkeypatch) == (True, True)
 
 
 @pytest.mark.parametrize("name", sorted(FUSED))
@@ -81,11 +80,128 @@ def test_a_weight_change_reaches_the_stack() -> None:
 def test_released_memory_is_not_held_by_the_stack() -> None:
     rollout_engine = RolloutEngine(TINY_MODELS["llama_wide"](), config={"pack_weights": True})
     first = rollout_engine.generate(PROMPTS, PARAMS)
-    assert first.metrics.derived_bytes > 0
+    packed = [group._packed for group in rollout_engine._packed._groups() if group._packed is not None]
+    panels = [weakref.ref(each.weight) for each in packed]
+    assert len(panels) == 9  # four products of two layers, and the head
+    del packed
     rollout_engine.release_memory()
-    assert rollout_engine._packed.num_bytes == 0
+    assert [ref() for ref in panels] == [None] * 9
     again = rollout_engine.generate(PROMPTS, PARAMS)
     assert [c.token_ids for c in again] == [c.token_ids for c in first]
+
+
+def generate_with_and_without(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, **config: object
+) -> tuple[bool, bool]:
+    """Whether one call served decode steps, and whether the completions are those of single layers."""
+    with load_kernels().timing() as seconds:
+        found = RolloutEngine(model, config=config).generate(PROMPTS, PARAMS)
+    monkeypatch.setattr(engine, "stack_layers", lambda *_: 0)
+    expected = RolloutEngine(model, config=config).generate(PROMPTS, PARAMS)
+    assert not any(completion.error for completion in found)
+    are_same = all(
+        (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
+        for ours, theirs in zip(found, expected, strict=True)
+    )
+    return "decode_layers" in seconds, are_same
+
+
+def test_layers_with_and_without_a_window_in_one_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Qwen2Config(
+        **{**SMALL, "num_hidden_layers": 4, "vocab_size": 128},
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=8,
+        use_sliding_window=True,
+    )
+    torch.manual_seed(0)
+    assert generate_with_and_without(Qwen2ForCausalLM(config).eval(), monkeypatch) == (True, True)
+
+
+@pytest.mark.parametrize("config", [{"pack_weights": False}, {"attn_implementation": "sdpa"}])
+def test_steps_that_one_call_cannot_serve(config: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert generate_with_and_without(TINY_MODELS["llama_wide"](), monkeypatch, **config) == (False, True)
+
+
+def test_autocast_is_not_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert generate_with_and_without(TINY_MODELS["llama_wide"](), monkeypatch) == (False, True)
+
+
+def test_an_adapter_is_not_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted = peft.get_peft_model(
+        TINY_MODELS["llama_wide"](), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
+    asked: list[object] = []
+    monkeypatch.setattr(LayerKernels, "decode", lambda *_: asked.append(None))
+    assert generate_with_and_without(adapted, monkeypatch) == (False, True) and not asked
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+def test_layers_of_different_widths_are_not_stacked(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of one layer pruned or doubled: transformers reads their number off the projections."""
+    model = TINY_MODELS["llama_wide"]()
+    attention = model.model.layers[1].self_attn
+    dim, keys = attention.head_dim, model.config.num_key_value_heads
+    attention.num_key_value_groups = heads
+    hidden = model.config.hidden_size
+    with torch.no_grad():
+        attention.q_proj = nn.Linear(hidden, heads * keys * dim, bias=False)
+        attention.o_proj = nn.Linear(heads * keys * dim, hidden, bias=False)
+    assert generate_with_and_without(model, monkeypatch) == (False, True)
+    monkeypatch.undo()
+    for completion in RolloutEngine(model).generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=0)):
+        assert_greedy(model, completion)
+
+
+class Strided(nn.Module):
+    """Embeddings whose rows do not lie in one piece."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.plain(ids).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def test_hidden_states_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TINY_MODELS["llama_wide"]()
+    model.model.embed_tokens = Strided(model.model.embed_tokens)
+    assert generate_with_and_without(model, monkeypatch) == (True, True)
+
+
+class WideAngles(nn.Module):
+    """fp32 angles whatever the model's dtype."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.plain(x, position_ids=position_ids)
+        return cos.float(), sin.float()
+
+
+def test_angles_of_another_dtype_go_through_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TINY_MODELS["llama_wide"]().bfloat16()
+    model.model.rotary_emb = WideAngles(model.model.rotary_emb)
+    view = make_prepared(model)
+    with torch.no_grad():
+        assert engine.fuse_layers(view, load_kernels(), CPU, 256) == 2
+    assert generate_with_and_without(model, monkeypatch) == (False, True)
+
+
+def test_an_interrupt_leaves_the_view_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = fused_view()
+    layers = list(view.model.layers)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stacked, "_logits", interrupt)
+        stack(view)
+    assert list(view.model.layers) == layers and stack(view) == 1
 
 
 def test_stacking_and_back() -> None:

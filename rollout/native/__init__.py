@@ -1,8 +1,9 @@
 """Compiled CPU kernels: the parts of a decoder layer, and what a draw reads of logits."""
 
 from rollout.native.build import BuildError
-from rollout.native.kernels import HEAD_DIMS, KINDS, Kernels, chosen_kernels, load_kernels
-from rollout.native.layers import LANES, DecodePlace, LayerKernels, LayerWeights
+from rollout.native.kernels import Kernels, chosen_kernels, load_kernels
+from rollout.native.layers import DecodePlace, LayerKernels, LayerWeights
+from rollout.native.library import HEAD_DIMS, KINDS, LANES
 from rollout.native.products import Panels, Products
 
 __all__ = [

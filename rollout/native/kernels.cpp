@@ -1,6 +1,7 @@
-// The functions that rollout/native/kernels.py calls. Checked there; here every pointer is trusted.
+// The functions of rollout/native/library.py, called by kernels.py, products.py and layers.py. Checked
+// there; here every pointer is trusted.
 // `kind` says what lies in memory: 0 all float32, 1 all bfloat16, 2 (autocast) bfloat16 outputs of
-// linears beside float32 residuals, norms and angles.
+// linears beside float32 residuals, norms and angles; products and whole layers have no kind 2.
 
 #include "attention.h"
 #include "elementwise.h"
@@ -76,9 +77,9 @@ void rollout_candidates(int kind, int64_t* ids, int64_t* counts, const void* x, 
     else run((const bf16*)x);
 }
 
-int rollout_has_products() { return HAS_PRODUCTS; }
-
 #if HAS_PRODUCTS
+int rollout_panel_rows() { return PANEL; }
+
 void rollout_pack(void* panels, const void* weights, int64_t outer, int64_t units) {
     pack_panels((unit*)panels, (const unit*)weights, outer, units);
 }
@@ -100,5 +101,7 @@ void rollout_decode_layers(int kind, const DecodeLayer* layers, int64_t count, d
     if (kind == 0) decode_layers<float>(layers, count, seconds);
     else decode_layers<bf16>(layers, count, seconds);
 }
+#else
+int rollout_panel_rows() { return 0; }
 #endif
 }

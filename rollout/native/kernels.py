@@ -13,28 +13,19 @@ import torch
 from torch import Tensor
 
 from rollout.native.build import BuildError, load_library
-from rollout.native.layers import LANES, LayerKernels
-from rollout.native.library import Library, attention_arguments
+from rollout.native.layers import LayerKernels
+from rollout.native.library import HEAD_DIMS, KINDS, LANES, MAX_HEAD_DIM, Library, attention_arguments
 from rollout.native.products import Products
 
 logger = logging.getLogger("rollout")
-
-MAX_HEAD_DIM = 1024
-HEAD_DIMS = frozenset({16, 32, 64, 80, 96, 128, 256})
-"""Head dims that paged attention is compiled for."""
-KINDS = {
-    (torch.float32, torch.float32): 0,
-    (torch.bfloat16, torch.bfloat16): 1,
-    (torch.float32, torch.bfloat16): 2,  # autocast
-}
-"""(dtype of residuals, norms and angles; dtype of the linears' outputs) that there is code for."""
 
 
 class Kernels:
     """Parts of a decoder layer, paged attention and the passes of a draw, on CPU tensors without gradients.
 
     Each function equals the torch operators it stands for, up to the order of sums, fused
-    multiply-adds and an exp that is good to 2e-7; bf16 results are rounded where eager torch rounds.
+    multiply-adds and an exp that is good to 2e-7; bf16 results are rounded where eager torch rounds, but
+    become 0 below the smallest normal number where the CPU has an instruction for rounding.
 
     Example::
 
@@ -43,9 +34,9 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = Library(library)
-        self.products = Products(self._library) if self._library.has_products else None
+        self.products = Products(self._library) if self._library.panel_rows else None
         """Products of matrices; ``None`` on a CPU where oneDNN's are the faster ones."""
-        self.layers = LayerKernels(self._library) if self._library.has_products else None
+        self.layers = LayerKernels(self._library) if self._library.panel_rows else None
         """Decoder layers on those products."""
 
     def timing(self) -> AbstractContextManager[dict[str, float]]:

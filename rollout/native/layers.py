@@ -11,10 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.native.library import DecodeLayer, LayerEnd, LayerStart, Library, attention_arguments
-from rollout.native.products import KINDS, Panels
-
-LANES = 16
+from rollout.native.library import (
+    HEAD_DIMS,
+    KINDS,
+    LANES,
+    MAX_HEAD_DIM,
+    DecodeLayer,
+    LayerEnd,
+    LayerStart,
+    Library,
+    attention_arguments,
+)
+from rollout.native.products import Panels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +51,15 @@ class LayerWeights:
         """H."""
         return self.qkv.outer // (self.num_queries + 2 * self.num_keys)
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """D, N, K and (N + 2 * K) * H."""
+        return self.qkv.inner, self.num_queries, self.num_keys, self.qkv.outer
+
     def check(self) -> None:
         """Assert what the kernels count on."""
         size, dim = self.qkv.inner, self.head_dim
+        assert dim <= MAX_HEAD_DIM
         norms = [self.input_norm, self.mlp_norm, *(self.head_norms or ())]
         assert [norm.shape for norm in norms] == [(size,), (size,), (dim,), (dim,)][: len(norms)]
         assert all(norm.dtype == self.qkv.dtype and norm.is_contiguous() for norm in norms)
@@ -103,7 +117,7 @@ class LayerKernels:
         _check_tokens(hidden, weights, cos, sin)
         out = torch.empty(_qkv_shape(hidden, weights), dtype=hidden.dtype)
         call = _start_of(out, hidden, weights, cos, sin)
-        seconds = self._library["start_layer"](KINDS[hidden.dtype], ctypes.byref(call))
+        seconds = self._library["start_layer"](KINDS[hidden.dtype, hidden.dtype], ctypes.byref(call))
         self._library.move_seconds(seconds, "start_layer", "multiply")
         return out
 
@@ -123,7 +137,7 @@ class LayerKernels:
         assert hidden.dtype == attended.dtype == weights.qkv.dtype and hidden.shape[1] == weights.qkv.inner
         out = torch.empty_like(hidden)
         call = _end_of(out, hidden, attended, weights)
-        seconds = self._library["end_layer"](KINDS[hidden.dtype], ctypes.byref(call))
+        seconds = self._library["end_layer"](KINDS[hidden.dtype, hidden.dtype], ctypes.byref(call))
         self._library.move_seconds(seconds, "end_layer", "multiply")
         return out
 
@@ -139,7 +153,8 @@ class LayerKernels:
 
         Args:
             hidden: [R, D].
-            weights: of each layer; checked by the caller, once, with :meth:`LayerWeights.check`.
+            weights: of each layer, all of the same sizes and found right by :meth:`LayerWeights.check`,
+                which would cost as much as the calls that are saved here.
             cos, sin: [1, R, H].
             places: of each layer.
 
@@ -148,15 +163,15 @@ class LayerKernels:
         first = weights[0]
         rows, dim = hidden.shape[0], first.head_dim
         _check_tokens(hidden, first, cos, sin)
-        for place in places:
-            assert place.seen.shape == (rows, 2) and place.pages.shape[0] == rows == place.slots.shape[0]
-            assert place.keys.dtype == hidden.dtype and place.keys.shape[3] == dim
+        assert dim in HEAD_DIMS
         out = hidden.clone()
         qkv = torch.empty(_qkv_shape(hidden, first), dtype=hidden.dtype)
         query, key, value = qkv.split_with_sizes((first.num_queries, first.num_keys, first.num_keys), dim=1)
         attended = torch.empty((rows, first.num_queries, dim), dtype=hidden.dtype)
         calls = (DecodeLayer * len(weights))()
         for call, each, place in zip(calls, weights, places, strict=True):
+            assert each.sizes == first.sizes
+            _check_place(place, rows, each, hidden.dtype)
             call.start = _start_of(qkv, out, each, cos, sin)
             call.attention = attention_arguments(
                 attended,
@@ -172,7 +187,7 @@ class LayerKernels:
             )
             call.end = _end_of(out, out, attended, each)
         seconds = (ctypes.c_double * 2)()
-        self._library["decode_layers"](KINDS[hidden.dtype], calls, len(weights), seconds)
+        self._library["decode_layers"](KINDS[hidden.dtype, hidden.dtype], calls, len(weights), seconds)
         self._library.move_seconds(seconds[0], "decode_layers", "multiply")
         self._library.move_seconds(seconds[1], "decode_layers", "attend")
         return out
@@ -183,6 +198,19 @@ def _check_tokens(hidden: Tensor, weights: LayerWeights, cos: Tensor, sin: Tenso
     assert hidden.shape[1] == weights.qkv.inner
     assert cos.shape == sin.shape == (1, hidden.shape[0], weights.head_dim)
     assert hidden.dtype == cos.dtype == sin.dtype == weights.qkv.dtype and hidden.device.type == "cpu"
+
+
+def _check_place(place: DecodePlace, rows: int, weights: LayerWeights, dtype: torch.dtype) -> None:
+    keys, values, pages, seen, slots = place.keys, place.values, place.pages, place.seen, place.slots
+    assert keys.shape == values.shape and keys.dtype == values.dtype == dtype
+    assert keys.shape[0] == weights.num_keys and keys.shape[3] == weights.head_dim
+    assert keys.is_contiguous() and values.is_contiguous()
+    assert pages.shape[0] == rows and seen.shape == (rows, 2) and slots.shape == (rows,)
+    assert pages.dtype == seen.dtype == slots.dtype == torch.int64
+    assert pages.is_contiguous() and seen.is_contiguous() and slots.is_contiguous()
+    if place.sinks is not None:
+        assert place.sinks.shape == (weights.num_queries,) and place.sinks.dtype == torch.float32
+        assert place.sinks.is_contiguous()
 
 
 def _qkv_shape(hidden: Tensor, weights: LayerWeights) -> tuple[int, int, int]:

@@ -7,7 +7,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
+
+LANES = 16
+MAX_HEAD_DIM = 1024
+HEAD_DIMS = frozenset({16, 32, 64, 80, 96, 128, 256})
+"""Head dims that paged attention is compiled for."""
+KINDS = {
+    (torch.float32, torch.float32): 0,
+    (torch.bfloat16, torch.bfloat16): 1,
+    (torch.float32, torch.bfloat16): 2,  # autocast
+}
+"""(dtype of residuals, norms and angles; dtype of the linears' outputs) that there is code for."""
 
 
 class AttentionArguments(ctypes.Structure):
@@ -133,9 +145,9 @@ class Library:
                 library.rollout_candidates, int_, *[pointer] * 3, i64, *[pointer] * 6, *[i64] * 4
             ),
         }
-        self.has_products = bool(library.rollout_has_products())
-        """Whether it was compiled for a CPU on which its own products of matrices are the faster ones."""
-        if self.has_products:
+        self.panel_rows: int = library.rollout_panel_rows()
+        """Weight rows that lie together in a panel; 0 on a CPU on which oneDNN's products are faster."""
+        if self.panel_rows:
             start, end = library.rollout_start_layer, library.rollout_end_layer
             start.restype = end.restype = ctypes.c_double
             self._functions |= {

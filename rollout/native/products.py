@@ -5,11 +5,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from rollout.native.library import Library, PanelMatrix
+from rollout.native.library import KINDS, Library, PanelMatrix
 
-PANEL = 32
 UNIT_BYTES = 4
-KINDS = {torch.float32: 0, torch.bfloat16: 1}
+"""Of the inner size that lie together in a panel: one float32 or two bf16."""
 
 
 class Panels:
@@ -25,15 +24,17 @@ class Panels:
 
     def __init__(self, library: Library, weight: Tensor, bias: Tensor | None) -> None:
         outer, inner = weight.shape
+        assert weight.numel() > 0 and weight.device.type == "cpu"
+        rows = library.panel_rows
         units = inner * weight.element_size() // UNIT_BYTES
-        count = -(-outer // PANEL)
+        count = -(-outer // rows)
         self.dtype, self.outer, self.inner = weight.dtype, outer, inner
         self._library = library
-        self._panels = torch.empty((count, units, PANEL), dtype=torch.int32)
+        self._panels = torch.empty((count, units, rows), dtype=torch.int32)
         self._bias = None
         if bias is not None:
             assert bias.shape == (outer,) and bias.dtype == weight.dtype
-            self._bias = torch.zeros(count * PANEL, dtype=bias.dtype)
+            self._bias = torch.zeros(count * rows, dtype=bias.dtype)
             self._bias[:outer] = bias
         weight = weight.contiguous()
         library["pack"](self._panels.data_ptr(), weight.data_ptr(), outer, units)
@@ -52,7 +53,7 @@ class Panels:
         x = x.contiguous()
         out = torch.empty((*x.shape[:-1], self.outer), dtype=x.dtype)
         self._library["multiply"](
-            KINDS[x.dtype],
+            KINDS[x.dtype, x.dtype],
             out.data_ptr(),
             x.data_ptr(),
             ctypes.byref(self.matrix),
@@ -72,9 +73,10 @@ class Products:
         self._library = library
 
     def can_pack(self, weight: Tensor) -> bool:
-        """Whether there is code for the weight's dtype and its inner size."""
+        """Whether there is code for the weight's dtype and its sizes."""
+        has_code = (weight.dtype, weight.dtype) in KINDS and weight.device.type == "cpu"
         size = weight.shape[1] * weight.element_size()
-        return weight.dtype in KINDS and weight.device.type == "cpu" and size % UNIT_BYTES == 0
+        return has_code and weight.numel() > 0 and size % UNIT_BYTES == 0
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Panels:
         """Weights ``[O, I]`` and a bias ``[O]`` of one dtype, see :meth:`can_pack`."""

@@ -1,5 +1,5 @@
 // Sixteen floats at a time, in GCC's portable vector types: the compiler maps them to
-// whatever the CPU has. Numbers are float32 in registers; in memory they are float32 or bfloat16.
+// whatever the CPU has. Only bf16 has instructions of its own where they exist. Numbers are float32 in registers; in memory they are float32 or bfloat16.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -42,25 +42,25 @@ inline vf load(const bf16* p) {
 
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 
-// The bits of bf16: round to nearest, ties to even, as torch does; a NaN stays one.
+// The bits of bf16: round to nearest, ties to even, as torch does; a NaN stays one. The instruction for it
+// takes numbers below the smallest normal one for 0.
+#if defined(__AVX512BF16__)
+inline vh halves(vf v) {
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)v);
+    vh bits;
+    std::memcpy(&bits, &half, sizeof bits);
+    return bits;
+}
+inline vu upper_halves(vf v) { return __builtin_convertvector(halves(v), vu); }
+#else
 inline vu upper_halves(vf v) {
     vu bits;
     std::memcpy(&bits, &v, sizeof bits);
     const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return v == v ? rounded : vu{} + 0x7fc0u;
 }
-
-// To bf16. The instruction for it takes numbers below the smallest normal one for 0.
-inline vh halves(vf v) {
-#if defined(__AVX512BF16__)
-    const __m256bh half = _mm512_cvtneps_pbh((__m512)v);
-    vh bits;
-    std::memcpy(&bits, &half, sizeof bits);
-    return bits;
-#else
-    return __builtin_convertvector(upper_halves(v), vh);
+inline vh halves(vf v) { return __builtin_convertvector(upper_halves(v), vh); }
 #endif
-}
 
 inline void store(bf16* p, vf v) {
     const vh half = halves(v);
@@ -113,7 +113,7 @@ inline vf rounded<float>(vf v) {
 }
 template <>
 inline vf rounded<bf16>(vf v) {
-    return as_floats(__builtin_convertvector(halves(v), vu) << 16);
+    return as_floats(upper_halves(v) << 16);
 }
 
 inline float sum(vf v) {
