@@ -76,10 +76,11 @@ class EngineConfig:
     """Attention backend, see :mod:`rollout.attention`: ``"flash"`` and ``"varlen"`` for GPUs, ``"native"``
     for CPUs, ``"sdpa"`` and ``"eager"`` for both. ``"auto"`` takes the fastest that serves the model."""
     native_kernels: bool | str = "auto"
-    """Use kernels that are compiled for this CPU when first needed (by g++ in some 4 seconds, kept in
-    the user's cache): paged attention, the passes of a draw, and the norms, rotary embedding and gated
-    MLP of decoder layers that are seen to agree with them. ``"auto"`` does so for models on the CPU and
-    logs a warning where they cannot be compiled, ``True`` insists, ``False`` never does."""
+    """Use kernels that are compiled for this CPU when first needed (by g++ in 4 to 7 seconds, kept in
+    the user's cache): paged attention, the passes of a draw, and the norms, rotary embedding, gated MLP
+    and, where the CPU has bf16 dot products and no AMX, packed linears of decoder layers that are seen to
+    agree with them. ``"auto"`` does so for models on the CPU and logs a warning where they cannot be
+    compiled, ``True`` insists, ``False`` never does."""
     on_weight_change: str = "recompute"
     """What happens to requests in flight when the weights change: ``"recompute"`` their keys and
     values under the new weights, ``"keep"`` the old ones (mixing both, as asynchronous RL does),

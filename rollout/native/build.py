@@ -28,7 +28,7 @@ class BuildError(RuntimeError):
 
 
 def load_library() -> ctypes.CDLL:
-    """The compiled library, made now if the cache does not hold it (about 4 seconds).
+    """The compiled library, made now if the cache does not hold it (4 to 7 seconds).
 
     ``CXX`` names another compiler than g++, with arguments if it needs any.
 
