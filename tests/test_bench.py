@@ -81,6 +81,10 @@ def test_the_least_time_is_the_stated_arithmetic() -> None:
     assert least_seconds(load, cost, slow_memory) == pytest.approx(103 + 104 + 105)
     twice = replace(load, num_rollouts=2)
     assert least_seconds(twice, cost, slow_memory) == pytest.approx(2 * (103 + 104 + 105))
+    # a second prompt that begins with the same two tokens needs one more token, and a draw of its own
+    branching = workload([[1, 2, 3], [1, 2, 4]], [[1], [1]])
+    assert least_seconds(branching, cost, slow_arithmetic) == pytest.approx(10 * 4 + 2 * 2 + (1 + 2 + 3 + 3))
+    assert least_seconds(branching, cost, slow_memory) == pytest.approx(100 + 4)
 
 
 def test_the_cost_counts_the_models_linears() -> None:

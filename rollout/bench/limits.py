@@ -1,7 +1,8 @@
 """How fast this machine could be at the most: the arithmetic and the bytes that a workload needs.
 
-The least time runs every request at once, prompts computed once each, every step at the measured rate
-of matrix products or of memory, whichever takes longer. No scheduling, sampling, softmax or norms.
+The least time runs every request at once, what prompts begin with alike computed once, every step at the
+measured rate of matrix products or of memory, whichever takes longer. No scheduling, sampling, softmax or
+norms.
 """
 
 import time
@@ -99,11 +100,13 @@ def _seconds(run: Callable[[], Tensor]) -> float:
 
 def least_seconds(workload: Workload, cost: ModelCost, rates: MachineRates) -> float:
     """The least time for a run of the workload, see the top of this file."""
-    lens = [len(prompt) for prompt in dict.fromkeys(workload.prompts)]
-    pairs = sum(n * (n + 1) / 2 for n in lens)
+    prompts = set(workload.prompts)
+    beginnings = {prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)}  # a token each
     total = _step(
-        cost.body_flops * sum(lens) + cost.head_flops * len(lens) + cost.attention_flops * pairs,
-        cost.weight_bytes + cost.kv_bytes * sum(lens),
+        cost.body_flops * len(beginnings)
+        + cost.head_flops * len(prompts)
+        + cost.attention_flops * sum(len(beginning) for beginning in beginnings),
+        cost.weight_bytes + cost.kv_bytes * len(beginnings),
         rates,
     )
     rows = [(len(prompt), params.max_new_tokens) for prompt, _, params in workload.requests]
