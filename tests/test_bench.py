@@ -186,6 +186,19 @@ def test_every_peer_generates_a_mixed_workload(make: type) -> None:
     assert model.config._attn_implementation == tiny_model().config._attn_implementation
 
 
+def test_each_run_of_the_engine_computes_its_prompts() -> None:
+    """What a run finds of the one before it would be lost in a training, whose weights change."""
+    load = workload([list(range(40))], [[2, 2]])
+    peer, seen = EnginePeer(tiny_model()), []
+    for _ in range(2):
+        peer.wake()
+        peer.run(load)
+        seen.append(peer.metrics[-1])
+    assert seen[1].weight_version == seen[0].weight_version + 1
+    assert seen[1].cached_tokens == seen[0].cached_tokens == 40  # of the second sample alone
+    assert seen[1].computed_tokens == seen[0].computed_tokens
+
+
 def test_a_whole_bench_gives_records_that_json_takes() -> None:
     def load() -> Any:
         return tiny_model(), tiny_tokenizer()

@@ -82,7 +82,11 @@ def timed_rollouts(workload: Workload, changes: WeightChanges, rollout: Callable
 
 
 class EnginePeer:
-    """This engine, made once and kept. Each sample is a request of its own: lengths differ."""
+    """This engine, made once and kept. Each sample is a request of its own: lengths differ.
+
+    The weights change before each run, as they do between rollouts of a training: what is kept of earlier
+    prompts is of no use, and noticing the change and deriving copies is in the time.
+    """
 
     def __init__(self, model: PreTrainedModel, settings: Mapping[str, Any] | None = None) -> None:
         self._engine = RolloutEngine(model, config=dict(settings or {}))
@@ -94,6 +98,7 @@ class EnginePeer:
 
     def wake(self) -> None:
         """See :class:`Peer`."""
+        self._changes.change()
 
     def rest(self) -> None:
         """See :class:`Peer`."""
