@@ -226,8 +226,8 @@ class LinearGroup:
 
     def panels(self, dtype: torch.dtype) -> Panels | None:
         """The weights of all members for products in ``dtype``; ``None`` where oneDNN makes them."""
-        if dtype not in PACKED_DTYPES:
-            return None
+        if self._owner.products is None or dtype not in PACKED_DTYPES:
+            return None  # before anything is packed: oneDNN's layout does not serve every number of rows
         weight = self._current(dtype)
         return weight if isinstance(weight, Panels) and weight.dtype == dtype else None
 

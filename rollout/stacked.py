@@ -128,8 +128,10 @@ def stack_layers(view: nn.Module, kernels: Kernels, device: torch.device) -> int
     Costs two passes of four tokens through the view: one to see which layers follow each other, and one
     to see that the model takes a stack for its layers.
     """
+    if kernels.layers is None:
+        return 0
     lists = [each for each in view.modules() if isinstance(each, nn.ModuleList) and _can_stack(each)]
-    if kernels.layers is None or not lists:
+    if not lists:
         return 0
     before = [dict(each._modules) for each in lists]
     is_done = False

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rollout.native import Products, load_kernels
-from rollout.packing import MIN_PACKED_ROWS, PackedLinear, PackedLinears
+from rollout.packing import MIN_PACKED_ROWS, JointLinear, PackedLinear, PackedLinears
 
 
 @pytest.fixture(params=["products", "onednn"], autouse=True)
@@ -143,3 +143,9 @@ def test_a_shape_without_code_is_left_to_onednn(products: Products | None) -> No
     x = torch.randn(6, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():
         assert torch.allclose(view(x).float(), plain(x).float(), rtol=2**-7, atol=2**-7)
+
+
+def test_asking_for_panels_packs_nothing_for_onednn(products: Products | None) -> None:
+    _, view, packed = make(products, torch.float32)
+    panels = JointLinear([view[0]]).panels(torch.float32)
+    assert (panels is None) == (products is None) == (packed.num_bytes == 0)

@@ -24,7 +24,7 @@ struct PanelMatrix {
 
 constexpr int PANEL = 2 * LANES;    // weight rows
 constexpr int MOST_ROWS = 12;       // of a tile: 24 sums and 3 operands in 32 registers
-constexpr int64_t GROUP_ROWS = 192;     // worked on before the next ones: their inputs stay in the L2 cache
+constexpr int64_t GROUP_ROWS = 192; // worked on before the next ones: their inputs stay in the L2 cache
 constexpr int CHUNK_UNITS = 1024;   // of a panel at once: 128 KB, so that this and the next are in L2
 constexpr int FETCHING_TILES = 3;   // the first tiles of a chunk fetch the next one among them
 constexpr int NEAR_UNITS = 16;      // ahead of the sums, from the L2 cache to the L1
@@ -146,7 +146,8 @@ static void multiply(T* out, const T* x, const PanelMatrix& matrix, int64_t rows
     // rows of a tile that lie a power of two apart would push each other out of the L1 cache
     const bool is_copied = rows > MOST_CLASHING_ROWS && units % CLASHING_UNITS == 0;
     const int64_t row_stride = is_copied ? units + LANES : units;
-    const std::unique_ptr<unit[]> copies(is_copied ? new unit[std::min(rows, GROUP_ROWS) * row_stride] : nullptr);
+    const int64_t room = is_copied ? std::min(rows, GROUP_ROWS) * row_stride : 0;
+    const std::unique_ptr<unit[]> copies(new unit[room]);
 #pragma omp parallel if (rows * matrix.inner * matrix.outer > PARALLEL_PRODUCTS)
     for (int64_t top = 0; top < rows; top += GROUP_ROWS) {
         const unit* group = reinterpret_cast<const unit*>(x) + top * units;

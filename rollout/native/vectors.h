@@ -1,5 +1,6 @@
-// Sixteen floats at a time, in GCC's portable vector types: the compiler maps them to
-// whatever the CPU has. Only bf16 has instructions of its own where they exist. Numbers are float32 in registers; in memory they are float32 or bfloat16.
+// Sixteen floats at a time, in GCC's portable vector types: the compiler maps them to whatever the CPU
+// has. Only bf16 has instructions of its own where they exist. Numbers are float32 in registers; in
+// memory they are float32 or bfloat16.
 #pragma once
 
 #if defined(__AVX512BF16__)
