@@ -89,8 +89,8 @@ def test_what_can_be_packed_and_how_much_it_takes(products: Products) -> None:
     assert not products.can_pack(torch.zeros(5, 3).bfloat16())
     assert not products.can_pack(torch.zeros(5, 4).double())
     assert not products.can_pack(torch.zeros(0, 4)) and not products.can_pack(torch.zeros(4, 0))
-    assert products.pack(torch.zeros(48, 10), None).num_bytes == 64 * 10 * 4  # whole panels of 32
-    assert products.pack(torch.zeros(64, 10).bfloat16(), None).num_bytes == 64 * 10 * 2
+    assert products.pack(torch.zeros(48, 10), None).num_bytes == 64 * 16 * 4  # panels of 32 rows, 16 units
+    assert products.pack(torch.zeros(64, 64).bfloat16(), None).num_bytes == 64 * 64 * 2
 
 
 def test_weights_may_be_a_view(products: Products) -> None:

@@ -8,7 +8,7 @@
 #include "sampling.h"
 
 // Products are made here on CPUs with bf16 dot products but without AMX, which oneDNN makes use of.
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 #define HAS_PRODUCTS 1
 #include "layer.h"
 #else

@@ -50,14 +50,14 @@ template <class T>
 static double start_layer(const LayerStart& call) {
     const int64_t D = call.qkv->inner, outer = call.qkv->outer;
     const int64_t most = std::min(GROUP_ROWS, call.tokens);
-    const std::unique_ptr<T[]> normed(new T[most * D]);
+    const Scratch<T> normed(most * D);
     TimedProducts<T> product;
     for (int64_t top = 0; top < call.tokens; top += GROUP_ROWS) {
         const int64_t count = std::min(GROUP_ROWS, call.tokens - top), angle = top * call.head_dim;
         T* out = (T*)call.out + top * outer;
-        add_rms_norm(normed.get(), (T*)nullptr, (const T*)call.hidden + top * D, (const T*)nullptr,
+        add_rms_norm(normed.data, (T*)nullptr, (const T*)call.hidden + top * D, (const T*)nullptr,
                      (const T*)call.norm, count, D, call.eps);
-        product(out, normed.get(), *call.qkv, count);
+        product(out, normed.data, *call.qkv, count);
         rotate(out, outer, out, outer, (const T*)call.cos + angle, (const T*)call.sin + angle,
                (const T*)call.query_norm, (const T*)call.key_norm, call.head_eps, count,
                call.queries + call.keys, call.queries, call.head_dim);
@@ -69,8 +69,8 @@ template <class T>
 static double end_layer(const LayerEnd& call) {
     const int64_t D = call.down->outer, M = call.down->inner, attended_size = call.attention_out->inner;
     const int64_t most = std::min(GROUP_ROWS, call.tokens);
-    const std::unique_ptr<T[]> scratch(new T[most * (2 * D + 3 * M)]);
-    T *delta = scratch.get(), *normed = delta + most * D, *gate_up = normed + most * D;
+    const Scratch<T> scratch(most * (2 * D + 3 * M));
+    T *delta = scratch.data, *normed = delta + most * D, *gate_up = normed + most * D;
     T* gated = gate_up + most * 2 * M;
     TimedProducts<T> product;
     for (int64_t top = 0; top < call.tokens; top += GROUP_ROWS) {

@@ -9,6 +9,8 @@ from rollout.native.library import KINDS, Library, PanelMatrix
 
 UNIT_BYTES = 4
 """Of the inner size that lie together in a panel: one float32 or two bf16."""
+STEP_UNITS = 16
+"""Panels hold a multiple of so many units of each weight row."""
 
 
 class Panels:
@@ -26,8 +28,8 @@ class Panels:
         outer, inner = weight.shape
         assert weight.numel() > 0 and weight.device.type == "cpu"
         rows = library.panel_rows
-        units = inner * weight.element_size() // UNIT_BYTES
-        count = -(-outer // rows)
+        row_units = inner * weight.element_size() // UNIT_BYTES
+        count, units = -(-outer // rows), -(-row_units // STEP_UNITS) * STEP_UNITS
         self.dtype, self.outer, self.inner = weight.dtype, outer, inner
         self._library = library
         self._panels = torch.empty((count, units, rows), dtype=torch.int32)
@@ -37,7 +39,7 @@ class Panels:
             self._bias = torch.zeros(count * rows, dtype=bias.dtype)
             self._bias[:outer] = bias
         weight = weight.contiguous()
-        library["pack"](self._panels.data_ptr(), weight.data_ptr(), outer, units)
+        library["pack"](self._panels.data_ptr(), weight.data_ptr(), outer, row_units)
         self.matrix = PanelMatrix(
             self._panels.data_ptr(), None if self._bias is None else self._bias.data_ptr(), inner, outer
         )

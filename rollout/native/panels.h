@@ -1,0 +1,72 @@
+// Weights in the order in which products read them, and the rows that they are multiplied with.
+//
+// A unit is four bytes of the inner dimension: one float32 or two bf16. Letters: O outer size, I inner
+// size, U units of a row, filled up to whole steps.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+#include "vectors.h"
+
+typedef int32_t unit;
+
+constexpr int PANEL = 2 * LANES;  // weight rows
+constexpr int STEP_UNITS = 16;    // of a row, taken at once by a tile
+
+struct PanelMatrix {
+    const void* panels;  // [ceil(O / PANEL), U, PANEL] units, zeros where the weights have ended
+    const void* bias;    // [panels * PANEL] or null
+    int64_t inner, outer;
+};
+
+static inline int64_t whole_steps(int64_t units) {
+    return (units + STEP_UNITS - 1) / STEP_UNITS * STEP_UNITS;
+}
+
+// Weights [O, I], rows contiguous, to panels; see PanelMatrix.
+static inline void pack_panels(unit* panels, const unit* weights, int64_t outer, int64_t row_units) {
+    const int64_t count = (outer + PANEL - 1) / PANEL, units = whole_steps(row_units);
+#pragma omp parallel for if (outer * units > 1 << 16)
+    for (int64_t p = 0; p < count; p++) {
+        const unit* from = weights + p * PANEL * row_units;
+        const int64_t rows = std::min<int64_t>(PANEL, outer - p * PANEL);
+        for (int64_t u = 0; u < units; u++) {
+            unit* to = panels + (p * units + u) * PANEL;
+            for (int64_t r = 0; r < PANEL; r++) to[r] = r < rows && u < row_units ? from[r * row_units + u] : 0;
+        }
+    }
+}
+
+// Rows of inputs, some of a product's, in blocks of one height, of which the last may begin before the one
+// in front of it ends.
+struct RowBlocks {
+    const unit* x;
+    int64_t rows, row_stride, units, count, height;
+
+    RowBlocks(const unit* x, int64_t rows, int64_t row_stride, int64_t units, int64_t most_rows)
+        : x(x), rows(rows), row_stride(row_stride), units(units), count((rows + most_rows - 1) / most_rows),
+          height((rows + count - 1) / count) {}
+
+    int64_t begin(int64_t block) const { return std::min(block * height, rows - height); }
+    const unit* at(int64_t block, int64_t unit) const { return x + begin(block) * row_stride + unit; }
+};
+
+// Memory to fetch meanwhile: so many bytes for each unit.
+struct Ahead {
+    const char* at;
+    int64_t bytes;
+};
+
+// Uninitialized memory that begins at a cache line.
+template <class T>
+struct Scratch {
+    T* data;
+
+    explicit Scratch(int64_t size)
+        : data(static_cast<T*>(::operator new(size * sizeof(T), std::align_val_t(64)))) {}
+    ~Scratch() { ::operator delete(data, std::align_val_t(64)); }
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+};
