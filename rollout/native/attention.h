@@ -53,8 +53,9 @@ static inline vf sum_each(vf* v) {
     return v[0];
 }
 
-// Scores to softmax weights in place, as float32; `count` of them, room for a whole last vector.
-static inline void softmax(float* scores, int64_t count, float softcap, const float* sink) {
+// Scores to softmax weights in place, `count` of them, room for a whole last vector; returns the mass by
+// which they are still to be divided.
+static inline float softmax(float* scores, int64_t count, float softcap, const float* sink) {
     const int64_t end = (count + LANES - 1) / LANES * LANES;
     if (softcap > 0)
         for (int64_t i = 0; i < count; i++) scores[i] = softcap * std::tanh(scores[i] / softcap);
@@ -67,8 +68,7 @@ static inline void softmax(float* scores, int64_t count, float softcap, const fl
         store(scores + i, weight);
         total += weight;
     }
-    const float mass = sum(total) + (sink ? std::exp(*sink - peak) : 0.0f);
-    for (int64_t i = 0; i < end; i += LANES) store(scores + i, load(scores + i) / mass);
+    return sum(total) + (sink ? std::exp(*sink - peak) : 0.0f);
 }
 
 // Starts to fetch `bytes` of memory. A page's keys and values lie wherever the pool had room, which no
@@ -116,8 +116,9 @@ static void attend_heads(const AttentionCall& call, int64_t row, int64_t kv_head
         for (int g = 0; g < Q; g++) store(scores + g * room + key - begin, sum_each(products[g]));
         key += some;
     }
+    float mass[Q];
     for (int g = 0; g < Q; g++)
-        softmax(scores + g * room, count, call.softcap, call.sinks ? call.sinks + head + g : nullptr);
+        mass[g] = softmax(scores + g * room, count, call.softcap, call.sinks ? call.sinks + head + g : nullptr);
 
     vf sums[Q][C] = {};
     for (int64_t key = begin; key < end;) {
@@ -132,7 +133,10 @@ static void attend_heads(const AttentionCall& call, int64_t row, int64_t kv_head
                 for (int g = 0; g < Q; g++) sums[g][c] += v[c] * scores[g * room + key - begin];
         }
     }
-    for (int g = 0; g < Q; g++) store_head(out + g * H, sums[g]);
+    for (int g = 0; g < Q; g++) {
+        for (int c = 0; c < C; c++) sums[g][c] /= mass[g];
+        store_head(out + g * H, sums[g]);
+    }
 }
 
 template <class T, int C>

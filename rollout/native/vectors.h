@@ -117,19 +117,27 @@ inline vf rounded<bf16>(vf v) {
     return as_floats(upper_halves(v) << 16);
 }
 
+// In float64: one lane may hold far more than the others.
 inline float sum(vf v) {
-    double total = 0;  // one lane may hold far more than the others
-    for (int i = 0; i < LANES; i++) total += v[i];
-    return float(total);
+    typedef double vd __attribute__((vector_size(64)));
+    typedef float half __attribute__((vector_size(32)));
+    typedef int64_t places __attribute__((vector_size(64)));
+    half halves[2];
+    std::memcpy(halves, &v, sizeof v);
+    vd total = __builtin_convertvector(halves[0], vd) + __builtin_convertvector(halves[1], vd);
+    total += __builtin_shuffle(total, places{4, 5, 6, 7, 0, 1, 2, 3});
+    total += __builtin_shuffle(total, places{2, 3, 0, 1, 6, 7, 4, 5});
+    return float(total[0] + total[1]);
 }
 
 // A NaN in the second is passed over.
 inline vf max(vf a, vf b) { return b > a ? b : a; }
 
 inline float highest(vf v) {
-    float top = v[0];
-    for (int i = 1; i < LANES; i++) top = v[i] > top ? v[i] : top;
-    return top;
+    v = max(v, __builtin_shuffle(v, vi{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+    v = max(v, __builtin_shuffle(v, vi{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+    v = max(v, __builtin_shuffle(v, vi{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
+    return v[1] > v[0] ? v[1] : v[0];
 }
 
 // exp by Cody and Waite's reduction and the polynomial of Cephes' expf; relative error below 2e-7.
