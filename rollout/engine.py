@@ -496,7 +496,7 @@ class RolloutEngine:
         limit = position_limit(config)
         if kernels is not None and not self._stepper.executor.is_compiling:
             fuse_layers(view, kernels, device, limit)
-            stack_layers(view, kernels, device)
+            stack_layers(view, kernels, self._packed, device)
         self._stepper.renew(view, plan, kernels, limit, self.weight_version)
         self._requests.renew(
             vocab_size=plan.vocab_size,

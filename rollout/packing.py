@@ -86,7 +86,13 @@ class PackedLinears:
         self._linears: list[PackedLinear] = []
         self._products: Products | None = None
         self._seconds = 0.0
+        self._num_drops = 0
         self._seen: list[tuple[PackedLinear, Tensor]] | None = None
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """Of the copies' addresses: another one when some were made or given back, or have to be made."""
+        return self.version, self._num_drops
 
     @property
     def num_bytes(self) -> int:
@@ -164,6 +170,10 @@ class PackedLinears:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
+    def note_drop(self) -> None:
+        """Called by each group when it forgets its copy."""
+        self._num_drops += 1
+
     def note(self, member: "PackedLinear", input: Tensor) -> None:
         """Called by each linear with its input; remembered only while watching."""
         if self._seen is not None:
@@ -202,6 +212,7 @@ class LinearGroup:
         """Forget the derived copy and any output that was not asked for."""
         self._packed = self._input = None
         self._outputs = {}
+        self._owner.note_drop()
 
     def output(self, member: "PackedLinear", input: Tensor, dtype: torch.dtype) -> Tensor:
         """The member's output for ``input``, in ``dtype``."""

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from rollout.attention import IMPLEMENTATION, AttentionBackend, AttentionCall
 from rollout.batch import BucketKind, GroupBatch, StepBatch
 from rollout.kv_cache import KVCache
-from rollout.native import DecodePlace
+from rollout.native import DecodeRows, LayerPlace
 from rollout.probe import ModelPlan
 from rollout.transfer import upload
 
@@ -74,32 +74,41 @@ class PagedStep:
         out = self.backend.attend(call, pages, group)
         return pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
-    def decode_places(
-        self, asked: Sequence[tuple[nn.Module, Mapping[str, object]]]
-    ) -> list[DecodePlace] | None:
-        """Where the layers' rows lie; see ``StackStep``."""
+    def decode_rows(self) -> list[DecodeRows] | None:
+        """Where the rows find their keys in each group of layers; see ``StackStep``."""
         if not self.backend.has_decode_layers or not all(_is_one_decode(g) for g in self.batch.groups):
             return None
+        rows = []
+        for group in self.batch.groups:
+            (bucket,) = group.buckets
+            assert bucket.pages is not None and bucket.seen is not None
+            pages = bucket.pages.view(bucket.num_rows, -1)
+            rows.append(DecodeRows(pages=pages, seen=bucket.seen, slots=group.slots))
+        return rows
+
+    def layer_places(self, asked: Sequence[tuple[nn.Module, Mapping[str, object]]]) -> list[LayerPlace]:
+        """Where the layers' pages are; see ``StackStep``."""
         places = []
         for module, options in asked:
             layer = self.layer_of[id(module)]
-            pages, group = self.cache.layer(layer), self.batch.groups[self.cache.group_of(layer)]
-            (bucket,) = group.buckets
-            assert bucket.pages is not None and bucket.seen is not None
+            pages = self.cache.layer(layer)
             scaling, softcap, sinks = _score_rules(options, pages.keys.shape[-1])
             places.append(
-                DecodePlace(
+                LayerPlace(
                     keys=pages.keys,
                     values=pages.values,
-                    pages=bucket.pages.view(bucket.num_rows, -1),
-                    seen=bucket.seen,
-                    slots=group.slots,
+                    group=self.cache.group_of(layer),
                     scaling=scaling,
                     softcap=softcap,
                     sinks=None if sinks is None else sinks.float().contiguous(),
                 )
             )
         return places
+
+    @property
+    def pages_stamp(self) -> tuple[object, int]:
+        """Of the cache; see ``StackStep``."""
+        return self.cache, self.cache.epoch
 
 
 def _is_one_decode(group: GroupBatch) -> bool:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from rollout.attention import StackStep, attend_to_itself
 from rollout.fused import FusedLayer
-from rollout.native import HEAD_DIMS, DecodePlace, Kernels, LayerKernels, LayerWeights
+from rollout.native import HEAD_DIMS, DecodeCall, DecodeRows, Kernels, LayerPlace, LayerWeights
+from rollout.packing import PackedLinears
 
 logger = logging.getLogger("rollout")
 
@@ -27,14 +28,17 @@ class LayerStack(nn.Module):
     Args:
         layers: each is given what the one before returned.
         kernels: those that run all of them at once.
+        packed: the layers' linears.
     """
 
-    def __init__(self, layers: Sequence[FusedLayer], kernels: LayerKernels) -> None:
+    def __init__(self, layers: Sequence[FusedLayer], kernels: Kernels, packed: PackedLinears) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self._in_order = tuple(layers)
-        self._kernels = kernels
+        self._kernels, self._packed = kernels, packed
         self._asked = [(layer.attention, layer.options) for layer in layers]
+        self._call: DecodeCall | None = None
+        self._stamps: tuple[object, ...] = ()  # of the weights and pages that the call knows
 
     def forward(
         self,
@@ -47,16 +51,28 @@ class LayerStack(nn.Module):
         """``[1, T, D] -> [1, T, D]``; see ``FusedLayer`` about ``kwargs``."""
         cos, sin = position_embeddings
         hidden = hidden_states[0]
-        places = rollout_step.decode_places(self._asked)
-        if places is None or not cos.dtype == places[0].keys.dtype == hidden.dtype:
-            for layer in self._in_order:
-                hidden_states = layer(
-                    hidden_states, position_embeddings=position_embeddings, rollout_step=rollout_step
-                )
-            return hidden_states
-        weights = panel_weights(self._in_order)
-        assert weights is not None, "layers in parts are not stacked"
-        return self._kernels.decode(hidden.contiguous(), weights, cos, sin, places)[None]
+        rows = rollout_step.decode_rows()
+        if rows is not None and cos.dtype == hidden.dtype:
+            call = self._call_for(rollout_step, hidden.dtype)
+            if call is not None:
+                return call(hidden.contiguous(), cos, sin, rows)[None]
+        for layer in self._in_order:
+            hidden_states = layer(
+                hidden_states, position_embeddings=position_embeddings, rollout_step=rollout_step
+            )
+        return hidden_states
+
+    def _call_for(self, step: StackStep, dtype: torch.dtype) -> DecodeCall | None:
+        """The call for the step's pages and the weights in ``dtype``, if it is that of the pages, too."""
+        if self._call is None or self._stamps != (dtype, step.pages_stamp, self._packed.stamp):
+            self._call = None
+            places, weights = step.layer_places(self._asked), panel_weights(self._in_order)
+            assert weights is not None, "layers in parts are not stacked"
+            if not dtype == places[0].keys.dtype == weights[0].qkv.dtype:
+                return None
+            self._call = self._kernels.decode_call(weights, places)
+            self._stamps = dtype, step.pages_stamp, self._packed.stamp
+        return self._call
 
 
 def panel_weights(layers: Sequence[FusedLayer]) -> list[LayerWeights] | None:
@@ -115,14 +131,21 @@ class _OwnValuesStep:
         """See ``TokenStep``."""
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
-    def decode_places(
-        self, asked: Sequence[tuple[nn.Module, Mapping[str, object]]]
-    ) -> list[DecodePlace] | None:
+    def decode_rows(self) -> list[DecodeRows] | None:
         """See ``StackStep``."""
         return None
 
+    def layer_places(self, asked: Sequence[tuple[nn.Module, Mapping[str, object]]]) -> list[LayerPlace]:
+        """See ``StackStep``."""
+        raise AssertionError("nothing is decoded")
 
-def stack_layers(view: nn.Module, kernels: Kernels, device: torch.device) -> int:
+    @property
+    def pages_stamp(self) -> tuple[object, int]:
+        """See ``StackStep``."""
+        return None, 0
+
+
+def stack_layers(view: nn.Module, kernels: Kernels, packed: PackedLinears, device: torch.device) -> int:
     """Put one stack in place of each list of fused layers that follow each other; returns their number.
 
     Costs two passes of four tokens through the view: one to see which layers follow each other, and one
@@ -142,7 +165,7 @@ def stack_layers(view: nn.Module, kernels: Kernels, device: torch.device) -> int
         for each, chain, layers in zip(lists, chains, before, strict=True):
             each._modules = dict(layers)
             if all(one.leads_to(other) for one, other in pairwise(chain)):
-                each._modules = {"0": LayerStack([link.layer for link in chain], kernels.layers)}
+                each._modules = {"0": LayerStack([link.layer for link in chain], kernels, packed)}
                 count += 1
         if not torch.equal(_logits(view, device), expected):
             raise ValueError("the model computes something else with them")

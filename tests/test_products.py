@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.native import DecodePlace, Kernels, LayerWeights, Products, load_kernels
+from rollout.native import DecodeRows, Kernels, LayerPlace, LayerWeights, Products, load_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def products() -> Products:
     made = load_kernels().products
     if made is None:
-        pytest.skip("this CPU has no bf16 dot products, or it has AMX: oneDNN multiplies")
+        pytest.skip("this CPU has no bf16 dot products: oneDNN multiplies")
     return made
 
 
@@ -166,57 +166,77 @@ def test_layers_of_a_decode_step_are_their_parts(
     weights = [layer_weights(products, dtype, has_head_norms) for has_head_norms in (False, True)]
     cos, sin = randn(1, rows, 32, dtype=dtype, seed=2), randn(1, rows, 32, dtype=dtype, seed=3)
     places = [
-        DecodePlace(
+        LayerPlace(
             keys=randn(1, 12, 4, 32, dtype=dtype, seed=10 + i),
             values=randn(1, 12, 4, 32, dtype=dtype, seed=20 + i),
-            pages=torch.arange(10).view(rows, 2) + i,
-            seen=torch.tensor([[i, 6], [0, 3], [0, 8], [i, 2], [0, 5]]),
-            slots=torch.tensor([5, 10, 23, 25, 36]) + 4 * i,
+            group=i,
             scaling=0.2,
             softcap=softcap,
             sinks=randn(3, seed=30 + i) if has_sinks else None,
         )
         for i in range(2)
     ]
+    groups = [
+        DecodeRows(
+            pages=torch.arange(10).view(rows, 2) + i,
+            seen=torch.tensor([[i, 6], [0, 3], [0, 8], [i, 2], [0, 5]]),
+            slots=torch.tensor([5, 10, 23, 25, 36]) + 4 * i,
+        )
+        for i in range(2)
+    ]
     pages = [(place.keys.clone(), place.values.clone()) for place in places]
     hidden = randn(rows, 64, dtype=dtype)
     given = hidden.clone()
-    found = kernels.layers.decode(hidden, weights, cos, sin, places)
+    call = kernels.decode_call(weights, places)
+    found = call(hidden, cos, sin, groups)
     assert torch.equal(hidden, given)
-    for each, place, (keys, values) in zip(weights, places, pages, strict=True):
+    for each, place, group, (keys, values) in zip(weights, places, groups, pages, strict=True):
         query, key, value = kernels.layers.start(hidden, each, cos, sin).split((3, 1, 1), dim=1)
-        new = key, value, place.slots
+        new = key, value, group.slots
         rules = 0.2, softcap, place.sinks
-        attended = kernels.attend(query, keys, values, place.pages, place.seen, *rules, new=new)
+        attended = kernels.attend(query, keys, values, group.pages, group.seen, *rules, new=new)
         hidden = kernels.layers.end(hidden, attended.flatten(1), each)
         assert torch.equal(place.keys, keys) and torch.equal(place.values, values)
     assert torch.equal(found, hidden)
+    assert torch.equal(call(given, cos, sin, groups), found)  # and once more on the same pages
 
 
 def test_layers_of_different_sizes_are_not_one_call(products: Products) -> None:
     kernels = load_kernels()
-    assert kernels.layers is not None
     weights = layer_weights(products, torch.float32, has_head_norms=False)
     other = replace(weights, num_keys=2, num_queries=1)
-    cos = randn(1, 2, 32)
     pages = randn(1, 4, 4, 32)
-    place = DecodePlace(
-        keys=pages,
-        values=pages.clone(),
-        pages=torch.zeros(2, 1, dtype=torch.int64),
-        seen=torch.ones(2, 2, dtype=torch.int64),
-        slots=torch.tensor([1, 2]),
-        scaling=1.0,
-        softcap=None,
-        sinks=None,
-    )
+    place = LayerPlace(keys=pages, values=pages.clone(), group=0, scaling=1.0, softcap=None, sinks=None)
     for layers, places in (
         ([weights, other], [place, place]),
         ([weights], [replace(place, keys=pages[:, :, :, :16])]),
-        ([weights], [replace(place, seen=torch.ones(3, 2, dtype=torch.int64))]),
+        ([weights], [replace(place, sinks=torch.zeros(2))]),
     ):
         with pytest.raises(AssertionError):
-            kernels.layers.decode(randn(2, 64), layers, cos, cos, places)
+            kernels.decode_call(layers, places)
+
+
+def test_rows_that_do_not_fit_are_noticed(products: Products) -> None:
+    weights = layer_weights(products, torch.float32, has_head_norms=False)
+    pages = randn(1, 4, 4, 32)
+    place = LayerPlace(keys=pages, values=pages.clone(), group=0, scaling=1.0, softcap=None, sinks=None)
+    call = load_kernels().decode_call([weights], [place])
+    hidden, cos = randn(2, 64), randn(1, 2, 32)
+    rows = DecodeRows(
+        pages=torch.zeros(2, 1, dtype=torch.int64),
+        seen=torch.ones(2, 2, dtype=torch.int64),
+        slots=torch.tensor([1, 2]),
+    )
+    call(hidden, cos, cos, [rows])
+    for wrong in (
+        [replace(rows, seen=torch.ones(3, 2, dtype=torch.int64))],
+        [replace(rows, slots=torch.tensor([1, 2], dtype=torch.int32))],
+        [],
+    ):
+        with pytest.raises(AssertionError):
+            call(hidden, cos, cos, wrong)
+    with pytest.raises(AssertionError):
+        call(hidden.bfloat16(), cos, cos, [rows])
 
 
 def test_weights_that_do_not_fit_together_are_noticed(products: Products) -> None:

@@ -13,7 +13,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from oracle import assert_greedy, assert_logprobs
 from rollout import RolloutEngine, SamplingParams, engine, stacked
 from rollout.fused import FusedLayer
-from rollout.native import Kernels, LayerKernels, load_kernels
+from rollout.native import Kernels, load_kernels
+from rollout.packing import PackedLinears
 from rollout.stacked import LayerStack, stack_layers, unstack_layers
 from test_fused import CPU, FUSED, SMALL, make_prepared
 from tiny_models import TINY_MODELS
@@ -23,7 +24,7 @@ from tiny_models import TINY_MODELS
 def kernels() -> Kernels:
     made = load_kernels()
     if made.layers is None:
-        pytest.skip("this CPU has no bf16 dot products, or it has AMX: layers are not stacked")
+        pytest.skip("this CPU has no bf16 dot products: layers are not stacked")
     return made
 
 
@@ -40,7 +41,7 @@ def fused_view(name: str = "llama_wide") -> nn.Module:
 
 def stack(view: nn.Module) -> int:
     with torch.no_grad():
-        return stack_layers(view, load_kernels(), CPU)
+        return stack_layers(view, load_kernels(), PackedLinears(True), CPU)
 
 
 @pytest.mark.parametrize("name", sorted(FUSED))
@@ -132,7 +133,7 @@ def test_an_adapter_is_not_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
         TINY_MODELS["llama_wide"](), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     )
     asked: list[object] = []
-    monkeypatch.setattr(LayerKernels, "decode", lambda *_: asked.append(None))
+    monkeypatch.setattr(Kernels, "decode_call", lambda *_: asked.append(None))
     assert generate_with_and_without(adapted, monkeypatch) == (False, True) and not asked
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollout.batch import GroupBatch
 from rollout.kv_cache import LayerPages, PageOrder
-from rollout.native import DecodePlace
+from rollout.native import DecodeRows, LayerPlace
 from rollout.runs import RunRules
 
 
@@ -99,14 +99,22 @@ class TokenStep(Protocol):
 class StackStep(TokenStep, Protocol):
     """What the engine passes down to stacks of fused layers for one forward."""
 
-    def decode_places(
+    def decode_rows(self) -> Sequence[DecodeRows] | None:
+        """Where the rows find their keys in each group of layers, if compiled layers can attend them by
+        themselves."""
+
+    def layer_places(
         self, asked: Sequence[tuple[torch.nn.Module, Mapping[str, object]]]
-    ) -> list[DecodePlace] | None:
-        """Where each layer's rows find their keys, if compiled layers can attend them by themselves.
+    ) -> Sequence[LayerPlace]:
+        """Where the layers' pages are; true as long as :attr:`pages_stamp` stays equal.
 
         Args:
             asked: each layer's attention module and what it passes to its attention.
         """
+
+    @property
+    def pages_stamp(self) -> tuple[object, int]:
+        """Of the pages' addresses."""
 
 
 class AttentionStep(Protocol):

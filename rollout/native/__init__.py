@@ -1,8 +1,9 @@
 """Compiled CPU kernels: the parts of a decoder layer, and what a draw reads of logits."""
 
 from rollout.native.build import BuildError
+from rollout.native.decode import DecodeCall, DecodeRows, LayerPlace
 from rollout.native.kernels import Kernels, chosen_kernels, load_kernels
-from rollout.native.layers import DecodePlace, LayerKernels, LayerWeights
+from rollout.native.layers import LayerKernels, LayerWeights
 from rollout.native.library import HEAD_DIMS, KINDS, LANES
 from rollout.native.products import Panels, Products
 
@@ -11,9 +12,11 @@ __all__ = [
     "KINDS",
     "LANES",
     "BuildError",
-    "DecodePlace",
+    "DecodeCall",
+    "DecodeRows",
     "Kernels",
     "LayerKernels",
+    "LayerPlace",
     "LayerWeights",
     "Panels",
     "Products",

@@ -97,9 +97,10 @@ double rollout_end_layer(int kind, const LayerEnd* call) {
     return kind == 0 ? end_layer<float>(*call) : end_layer<bf16>(*call);
 }
 
-void rollout_decode_layers(int kind, const DecodeLayer* layers, int64_t count, double* seconds) {
-    if (kind == 0) decode_layers<float>(layers, count, seconds);
-    else decode_layers<bf16>(layers, count, seconds);
+void rollout_decode_layers(int kind, const DecodeLayer* layers, int64_t count, const DecodeStep* step,
+                           double* seconds) {
+    if (kind == 0) decode_layers<float>(layers, count, *step, seconds);
+    else decode_layers<bf16>(layers, count, *step, seconds);
 }
 #else
 int rollout_panel_rows() { return 0; }

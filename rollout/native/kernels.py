@@ -7,13 +7,15 @@ P pages, S slots of a page.
 import ctypes
 import functools
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from rollout.native.build import BuildError, load_library
-from rollout.native.layers import LayerKernels
+from rollout.native.decode import DecodeCall, LayerPlace
+from rollout.native.layers import LayerKernels, LayerWeights
 from rollout.native.library import HEAD_DIMS, KINDS, LANES, MAX_HEAD_DIM, Library, attention_arguments
 from rollout.native.products import Products
 
@@ -42,6 +44,11 @@ class Kernels:
     def timing(self) -> AbstractContextManager[dict[str, float]]:
         """Adds up the seconds inside each function while the block runs: no profiler sees them."""
         return self._library.timing()
+
+    def decode_call(self, weights: Sequence[LayerWeights], places: Sequence[LayerPlace]) -> DecodeCall:
+        """Decoder layers as one call, see :class:`DecodeCall`; only where there are :attr:`layers`."""
+        assert self.layers is not None
+        return DecodeCall(self._library, weights, places)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension of ``[..., D]``."""

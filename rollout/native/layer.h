@@ -28,10 +28,26 @@ struct LayerEnd {
     float eps;
 };
 
+// A layer with all that is the same in every step; `place` adds the rest.
 struct DecodeLayer {
     LayerStart start;
     AttentionCall attention;
     LayerEnd end;
+    int64_t group;
+};
+
+// Where the rows of a step lie in the layers of one group; see AttentionCall.
+struct DecodeRows {
+    const int64_t *pages, *seen, *slots;
+    int64_t width;
+};
+
+struct DecodeStep {
+    void* hidden;               // [R, D], given and returned
+    void *qkv, *attended;       // [R, (N + 2 * K) * H] and [R, N * H] to work in
+    const void *cos, *sin;      // [R, H]
+    const DecodeRows* groups;
+    int64_t rows;
 };
 
 // Adds up the time spent in products.
@@ -87,14 +103,34 @@ static double end_layer(const LayerEnd& call) {
     return product.seconds;
 }
 
+template <class T>
+static DecodeLayer placed(DecodeLayer layer, const DecodeStep& step) {
+    const DecodeRows& rows = step.groups[layer.group];
+    LayerStart& start = layer.start;
+    AttentionCall& attention = layer.attention;
+    const int64_t stride = start.qkv->outer;
+    T* qkv = static_cast<T*>(step.qkv);
+    start.out = qkv, start.hidden = step.hidden, start.cos = step.cos, start.sin = step.sin;
+    attention.out = step.attended, attention.query = qkv;
+    attention.key = qkv + start.queries * start.head_dim;
+    attention.value = qkv + (start.queries + start.keys) * start.head_dim;
+    attention.query_stride = attention.key_stride = attention.value_stride = stride;
+    attention.pages = rows.pages, attention.seen = rows.seen, attention.slots = rows.slots;
+    attention.width = rows.width;
+    layer.end.out = step.hidden, layer.end.hidden = step.hidden, layer.end.attended = step.attended;
+    start.tokens = attention.rows = layer.end.tokens = step.rows;
+    return layer;
+}
+
 // Adds the seconds of products and of attention to `seconds`.
 template <class T>
-static void decode_layers(const DecodeLayer* layers, int64_t count, double* seconds) {
+static void decode_layers(const DecodeLayer* layers, int64_t count, const DecodeStep& step, double* seconds) {
     for (int64_t i = 0; i < count; i++) {
-        seconds[0] += start_layer<T>(layers[i].start);
+        const DecodeLayer layer = placed<T>(layers[i], step);
+        seconds[0] += start_layer<T>(layer.start);
         const double started = omp_get_wtime();
-        attend_rows<T>(layers[i].attention, layers[i].start.head_dim);
+        attend_rows<T>(layer.attention, layer.start.head_dim);
         seconds[1] += omp_get_wtime() - started;
-        seconds[0] += end_layer<T>(layers[i].end);
+        seconds[0] += end_layer<T>(layer.end);
     }
 }

@@ -111,9 +111,33 @@ class LayerEnd(ctypes.Structure):
 
 
 class DecodeLayer(ctypes.Structure):
-    """A whole layer of a step with one token per row, ``DecodeLayer`` of ``layer.h``."""
+    """A whole layer of steps with one token per row, ``DecodeLayer`` of ``layer.h``."""
 
-    _fields_ = (("start", LayerStart), ("attention", AttentionArguments), ("end", LayerEnd))
+    _fields_ = (
+        ("start", LayerStart),
+        ("attention", AttentionArguments),
+        ("end", LayerEnd),
+        ("group", ctypes.c_int64),
+    )
+
+
+class DecodeRowsArguments(ctypes.Structure):
+    """Where a step's rows lie in one group of layers, ``DecodeRows`` of ``layer.h``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("pages", "seen", "slots")),
+        ("width", ctypes.c_int64),
+    )
+
+
+class DecodeStep(ctypes.Structure):
+    """What changes from step to step, ``DecodeStep`` of ``layer.h``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("hidden", "qkv", "attended", "cos", "sin")),
+        ("groups", ctypes.POINTER(DecodeRowsArguments)),
+        ("rows", ctypes.c_int64),
+    )
 
 
 class Library:
@@ -162,6 +186,7 @@ class Library:
                     int_,
                     reference(DecodeLayer),
                     i64,
+                    reference(DecodeStep),
                     reference(ctypes.c_double),
                 ),
             }
