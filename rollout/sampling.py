@@ -19,7 +19,7 @@ from torch import Tensor
 from rollout.native import Kernels
 from rollout.noise import uniforms
 from rollout.processing import SamplingRow, process
-from rollout.spread import BLOCK, Knobs, Spread, Spreader, invert
+from rollout.spread import BLOCK, SPREAD_DTYPES, Knobs, Spread, Spreader, invert
 from rollout.transfer import Readback, upload
 from rollout.truncation import pick_truncated
 from rollout.types import DrawnToken, NonFiniteLogits
@@ -205,6 +205,9 @@ def _draw_chunk(
     """
     heated = any(row.params.temperature not in (0, 1) for row in rows)
     mode = _mode(rows[0], raw.shape[1])
+    kernels = spread_of.kernels
+    if mode is Mode.PLAIN and kernels is not None and not rows[0].is_processed:
+        return _pick_compiled(raw, knobs, kernels), {}
     if rows[0].is_processed:
         raw = raw.float()
     scores, policy = raw, spread_of(raw, knobs, heated)
@@ -219,7 +222,7 @@ def _draw_chunk(
     elif mode is Mode.PLAIN:
         token = _pick_plain(scores, spread, knobs)
     else:
-        token, log_kept = pick_truncated(scores, spread, knobs, spread_of.kernels)
+        token, log_kept = pick_truncated(scores, spread, knobs, kernels)
     logprob = _logprob(scores, token, spread, knobs)
     if mode is Mode.GREEDY:
         log_kept = logprob
@@ -233,6 +236,14 @@ def _logprob(scores: Tensor, token: Tensor, spread: Spread, knobs: Knobs) -> Ten
     """log_softmax(scores / temperature) at the token, [C] float64; never the log of a softmax."""
     above = (scores.gather(1, token[:, None]).float() - spread.peak).double() / knobs.temperature
     return (above - spread.total.log())[:, 0]
+
+
+def _pick_compiled(raw: Tensor, knobs: Knobs, kernels: Kernels) -> Tensor:
+    """The table of :func:`_draw_chunk` for plain draws in one compiled call; :func:`_pick_plain` is its
+    twin."""
+    raw = raw if raw.dtype in SPREAD_DTYPES else raw.float()
+    token, logprob, peak = kernels.pick(raw, knobs.uniform, knobs.temperature[:, 0], BLOCK)
+    return torch.stack([token, logprob.clamp(max=0.0), logprob, torch.zeros_like(peak), peak, peak], dim=1)
 
 
 def _pick_plain(scores: Tensor, spread: Spread, knobs: Knobs) -> Tensor:

@@ -1,6 +1,7 @@
 """The compiled kernels against the torch operators they stand for, and how they are compiled."""
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -237,6 +238,57 @@ def test_spread_shows_what_is_not_finite(kernels: Kernels, dtype: torch.dtype) -
     peak, _ = kernels.spread(logits, torch.ones(4), 64)
     assert peak[0].isnan() and peak[1] == float("inf") and peak[2] == -float("inf")
     assert peak[3] == logits[3].max()
+
+
+@settings(max_examples=60)
+@given(
+    vocab=st.integers(1, 900),
+    dtype=st.sampled_from(DTYPES),
+    shares=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=4),
+    temperature=st.sampled_from([1.0, 0.3, 2.5]),
+    impossible=st.sampled_from([0.0, 0.5, 0.99]),
+    seed=st.integers(0, 999),
+)
+def test_pick_is_the_token_in_whose_mass_the_share_falls(
+    kernels: Kernels,
+    vocab: int,
+    dtype: torch.dtype,
+    shares: list[float],
+    temperature: float,
+    impossible: float,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(shares), vocab, generator=generator) * 3
+    logits[:, 1:][torch.rand(len(shares), vocab - 1, generator=generator) < impossible] = -math.inf
+    logits = logits.to(dtype)
+    share, heat = torch.tensor(shares, dtype=torch.float64), torch.full((len(shares),), temperature)
+    token, logprob, peak = kernels.pick(logits, share, heat, 256)
+    exact = torch.log_softmax(logits.double() / heat.double()[:, None], dim=-1)
+    for i, (row, at) in enumerate(zip(exact, token.long().tolist(), strict=True)):
+        upto = row.exp().cumsum(0)
+        assert row[at] > -math.inf and upto[at] - row[at].exp() - 1e-6 <= shares[i] <= upto[at] + 1e-6
+    assert torch.equal(peak, logits.double().amax(dim=-1))
+    torch.testing.assert_close(logprob, exact.gather(1, token.long()[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pick_shows_what_is_not_finite(kernels: Kernels, dtype: torch.dtype) -> None:
+    logits = torch.randn(4, 300).to(dtype)
+    logits[0, 290], logits[1, 5], logits[2] = math.nan, math.inf, -math.inf
+    token, _, peak = kernels.pick(logits, torch.full((4,), 0.5, dtype=torch.float64), torch.ones(4), 256)
+    assert peak[0].isnan() and peak[1] == math.inf and peak[2] == -math.inf and peak[3].isfinite()
+    assert ((token >= 0) & (token < 300)).all()
+
+
+def test_pick_stays_where_there_is_mass_when_the_share_is_rounded_to_all(kernels: Kernels) -> None:
+    logits = torch.full((1, 700), -math.inf)
+    logits[0, [3, 300, 310]] = 0.0
+    almost = torch.tensor([math.nextafter(1, 0)], dtype=torch.float64)
+    token, logprob, _ = kernels.pick(logits, almost, torch.ones(1), 256)
+    assert token == 310 and logprob == pytest.approx(-math.log(3))
+    token, *_ = kernels.pick(logits, torch.zeros(1, dtype=torch.float64), torch.ones(1), 256)
+    assert token == 3
 
 
 @settings(max_examples=80)

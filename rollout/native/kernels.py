@@ -240,6 +240,42 @@ class Kernels:
         )
         return peak, mass
 
+    def pick(
+        self, logits: Tensor, share: Tensor, temperature: Tensor, block: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw a token of each row by its probability.
+
+        Args:
+            logits: [R, V] float32 or bfloat16, rows may lie apart.
+            share: [R] float64 in [0, 1): the first token is drawn at which the mass so far, in the order
+                of the vocabulary, is above that share of the whole.
+            temperature: [R] float32, above 0.
+            block: tokens whose mass is summed up as one, a multiple of 16.
+
+        Returns tokens [R] float64, their ``log_softmax(logits / temperature)`` [R] float64, and the
+        highest logits [R] float64; of a row that holds a NaN, the last two are NaN.
+        """
+        rows, vocab = logits.shape
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        share, temperature = share.contiguous(), temperature.contiguous()
+        assert logits.device.type == "cpu" and block % LANES == 0
+        assert temperature.shape == share.shape == (rows,)
+        assert temperature.dtype == torch.float32 and share.dtype == torch.float64
+        picks = torch.empty((rows, 3), dtype=torch.float64)
+        self._library["pick"](
+            _kind(logits.dtype, logits.dtype),
+            picks.data_ptr(),
+            logits.data_ptr(),
+            logits.stride(0),
+            share.data_ptr(),
+            temperature.data_ptr(),
+            rows,
+            vocab,
+            block,
+        )
+        token, logprob, peak = picks.unbind(dim=1)
+        return token, logprob, peak
+
     def candidates(
         self,
         logits: Tensor,

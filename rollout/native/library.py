@@ -165,6 +165,9 @@ class Library:
             ),
             "attend": _typed(library.rollout_attend, int_, reference(AttentionArguments), i64),
             "spread": _typed(library.rollout_spread, int_, *[pointer] * 3, i64, pointer, i64, i64, i64),
+            "pick": _typed(
+                library.rollout_pick, int_, pointer, pointer, i64, pointer, pointer, i64, i64, i64
+            ),
             "candidates": _typed(
                 library.rollout_candidates, int_, *[pointer] * 3, i64, *[pointer] * 6, *[i64] * 4
             ),

@@ -18,33 +18,90 @@ static inline vf read(const T* from, int64_t i, int64_t vocab) {
     return load(last);
 }
 
-// For each row of x [R, V] (rows `stride` elements apart): its highest entry, NaN if it has any, to
-// peak [R]; and exp((x - peak) / temperature) summed up over each block to mass [R, B].
+// exp((x - peak) / heat) of sixteen tokens from the i-th on.
+template <class T>
+static inline vf weights_at(const T* x, int64_t i, int64_t vocab, float peak, float heat) {
+    const vf above = read(x, i, vocab) - peak;
+    return exp(heat == 1.0f ? above : above / heat);
+}
+
+// The highest entry of a row, NaN if it has any; and exp((x - peak) / heat) summed up over each block to
+// mass [B].
+template <class T>
+static float spread_row(float* mass, const T* x, float heat, int64_t vocab, int64_t block) {
+    vf most = splat(-INFINITY);
+    vi has_nan = {};
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        const vf v = read(x, i, vocab);
+        most = max(most, v);
+        has_nan |= v != v;
+    }
+    bool is_nan = false;
+    for (int i = 0; i < LANES; i++) is_nan |= has_nan[i] != 0;
+    const float peak = is_nan ? NAN : highest(most);
+    for (int64_t b = 0; b * block < vocab; b++) {
+        vf total = {};
+        for (int64_t i = b * block; i < std::min(vocab, (b + 1) * block); i += LANES)
+            total += weights_at(x, i, vocab, peak, heat);
+        mass[b] = sum(total);
+    }
+    return peak;
+}
+
+// Spreads rows of x [R, V] (rows `stride` elements apart) to peak [R] and mass [R, B].
 template <class T>
 static void spread(float* peak, float* mass, const T* x, int64_t stride, const float* temperature,
                    int64_t rows, int64_t vocab, int64_t block) {
     const int64_t blocks = (vocab + block - 1) / block;
 #pragma omp parallel for schedule(dynamic, 1) if (rows > 1)
-    for (int64_t r = 0; r < rows; r++) {
-        const T* from = x + r * stride;
-        vf most = splat(-INFINITY);
-        vi has_nan = {};
-        for (int64_t i = 0; i < vocab; i += LANES) {
-            const vf v = read(from, i, vocab);
-            most = max(most, v);
-            has_nan |= v != v;
+    for (int64_t r = 0; r < rows; r++)
+        peak[r] = spread_row(mass + r * blocks, x + r * stride, temperature[r], vocab, block);
+}
+
+// A token drawn by its weight: the first at which the sum of the weights so far, in the order of the
+// vocabulary, is above `share` of them all.
+struct Pick {
+    double token, logprob, peak;
+};
+
+// First of `count` entries at which the sum of all so far, from `before` on, is above the target; the last
+// that has weight where rounding lifted the target to the total. `before` becomes the sum in front of it.
+static inline int64_t find(const float* weights, int64_t count, double target, double& before) {
+    int64_t found = 0;
+    double total = before;
+    for (int64_t i = 0; i < count && total <= target; i++)
+        if (weights[i] > 0) {
+            found = i, before = total;
+            total += weights[i];
         }
-        bool is_nan = false;
-        for (int i = 0; i < LANES; i++) is_nan |= has_nan[i] != 0;
-        const float top = is_nan ? NAN : highest(most);
-        peak[r] = top;
-        const float heat = temperature[r];
-        for (int64_t b = 0; b < blocks; b++) {
-            vf total = {};
-            for (int64_t i = b * block; i < std::min(vocab, (b + 1) * block); i += LANES)
-                total += exp(heat == 1.0f ? read(from, i, vocab) - top : (read(from, i, vocab) - top) / heat);
-            mass[r * blocks + b] = sum(total);
-        }
+    return found;
+}
+
+template <class T>
+static Pick pick_row(float* mass, const T* x, double share, float heat, int64_t vocab, int64_t block) {
+    const float peak = spread_row(mass, x, heat, vocab, block);
+    double total = 0, below = 0;
+    for (int64_t b = 0; b * block < vocab; b++) total += mass[b];
+    const int64_t begin = find(mass, (vocab + block - 1) / block, share * total, below) * block;
+    const int64_t end = std::min(vocab, begin + block);
+    float* weights = mass;  // of the tokens in the block: the blocks' masses are not needed any more
+    for (int64_t i = begin; i < end; i += LANES) store(weights + i - begin, weights_at(x, i, vocab, peak, heat));
+    const int64_t token = begin + find(weights, end - begin, share * total, below);
+    const vf at_token = read(x, token, vocab);
+    return {double(token), double(at_token[0] - peak) / heat - std::log(total), peak};
+}
+
+// Picks [R] from rows of x [R, V] with shares [R] in [0, 1); see Pick.
+template <class T>
+static void pick(Pick* picks, const T* x, int64_t stride, const double* share, const float* temperature,
+                 int64_t rows, int64_t vocab, int64_t block) {
+    const int64_t room = std::max((vocab + block - 1) / block, block);
+#pragma omp parallel if (rows > 1)
+    {
+        std::vector<float> mass(room);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t r = 0; r < rows; r++)
+            picks[r] = pick_row(mass.data(), x + r * stride, share[r], temperature[r], vocab, block);
     }
 }
 
