@@ -6,6 +6,8 @@
 // W width of the page table.
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -77,16 +79,49 @@ static inline void fetch(const void* at, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(at) + i, 0, 2);
 }
 
-// One row, one kv head, Q of its query heads; C = H / LANES.
+// A row and a kv head. Neighbours in the rows' order often share their prompt's pages, so a head's rows come
+// together.
+struct AttentionItem {
+    int64_t row, kv_head;
+
+    AttentionItem(const AttentionCall& call, int64_t i) : row(i % call.rows), kv_head(i / call.rows) {}
+};
+
+// The items of one thread: about as many keys as those of any other. Which item comes next is known, so that
+// its keys can be fetched in time.
+struct ItemRange {
+    static constexpr int64_t EXTRA_KEYS = 32;  // that the rest of an item takes as long as
+    int64_t begin, end;
+
+    explicit ItemRange(const AttentionCall& call)
+        : begin(first(call, omp_get_thread_num())), end(first(call, omp_get_thread_num() + 1)) {}
+
+    static int64_t first(const AttentionCall& call, int64_t thread) {
+        int64_t keys_of_head = 0;
+        for (int64_t r = 0; r < call.rows; r++) keys_of_head += keys(call, r);
+        int64_t left = keys_of_head * call.kv_heads * thread / omp_get_num_threads();
+        int64_t row = 0;
+        const int64_t head = left / keys_of_head;
+        for (left -= head * keys_of_head; left > 0; row++) left -= keys(call, row);
+        return head * call.rows + row;
+    }
+    static int64_t keys(const AttentionCall& call, int64_t row) {
+        return call.seen[2 * row + 1] - call.seen[2 * row] + EXTRA_KEYS;
+    }
+};
+
+// One item, Q of its query heads; C = H / LANES. On the way, the keys of `next` are fetched.
 template <class T, int C, int Q>
-static void attend_heads(const AttentionCall& call, int64_t row, int64_t kv_head, int64_t first_query,
+static void attend_heads(const AttentionCall& call, AttentionItem item, AttentionItem next, int64_t first_query,
                          std::vector<float>& scratch) {
     constexpr int64_t H = C * LANES;
-    const int64_t head = kv_head * call.group + first_query, S = call.page_size;
+    const int64_t row = item.row, kv_head = item.kv_head, S = call.page_size;
+    const int64_t head = kv_head * call.group + first_query;
     const int64_t begin = call.seen[2 * row], end = call.seen[2 * row + 1], count = end - begin;
     const int64_t room = (count + 2 * LANES) / LANES * LANES;
     const int64_t* table = call.pages + row * call.width;
-    const int64_t* next_table = row + 1 < call.rows ? table + call.width : table;  // of the next item
+    const int64_t* next_table = call.pages + next.row * call.width;
+    const T* next_keys = static_cast<const T*>(call.keys) + next.kv_head * call.head_stride;
     const T* keys = static_cast<const T*>(call.keys) + kv_head * call.head_stride;
     const T* values = static_cast<const T*>(call.values) + kv_head * call.head_stride;
     const T* query = static_cast<const T*>(call.query) + row * call.query_stride + head * H;
@@ -124,7 +159,7 @@ static void attend_heads(const AttentionCall& call, int64_t row, int64_t kv_head
     for (int64_t key = begin; key < end;) {
         const int64_t slot = key % S, some = std::min<int64_t>(S - slot, end - key);
         const T* at = values + (table[key / S] * S + slot) * H;
-        const T* soon = keys + (next_table[key / S] * S + slot) * H;
+        const T* soon = next_keys + (next_table[key / S] * S + slot) * H;
         for (int64_t j = 0; j < some; j++, key++, at += H, soon += H) {
             fetch(soon, H * sizeof(T));
             vf v[C];
@@ -141,28 +176,23 @@ static void attend_heads(const AttentionCall& call, int64_t row, int64_t kv_head
 
 template <class T, int C>
 static void attend(const AttentionCall& call) {
-    // neighbours in a row's order often share their prompt's pages, so a head's rows come together
-    const int64_t items = call.rows * call.kv_heads, chunk = std::max<int64_t>(1, items / 32);
+    const int64_t items = call.rows * call.kv_heads;
+    if (items == 0) return;
 #pragma omp parallel if (items > 2)
     {
         std::vector<float> scratch;
-#pragma omp for schedule(dynamic, chunk)
-        for (int64_t i = 0; i < items; i++) {
-            const int64_t row = i % call.rows, kv_head = i / call.rows;
+        const ItemRange own(call);
+        for (int64_t i = own.begin; i < own.end; i++) {
+            const AttentionItem item(call, i), next(call, std::min(i + 1, own.end - 1));
             int64_t done = 0;
             // as many query heads at once as keep their sums in registers
             constexpr int MOST = C <= 4 ? 4 : 2;
             while (done < call.group) {
                 const int64_t left = std::min<int64_t>(call.group - done, MOST);
-                if (left >= 4) {
-                    attend_heads<T, C, std::min(MOST, 4)>(call, row, kv_head, done, scratch);
-                } else if (left == 3) {
-                    attend_heads<T, C, std::min(MOST, 3)>(call, row, kv_head, done, scratch);
-                } else if (left == 2) {
-                    attend_heads<T, C, 2>(call, row, kv_head, done, scratch);
-                } else {
-                    attend_heads<T, C, 1>(call, row, kv_head, done, scratch);
-                }
+                if (left >= 4) attend_heads<T, C, std::min(MOST, 4)>(call, item, next, done, scratch);
+                else if (left == 3) attend_heads<T, C, std::min(MOST, 3)>(call, item, next, done, scratch);
+                else if (left == 2) attend_heads<T, C, 2>(call, item, next, done, scratch);
+                else attend_heads<T, C, 1>(call, item, next, done, scratch);
                 done += left;
             }
         }

@@ -96,11 +96,19 @@ void rollout_multiply(int kind, void* out, const void* x, const PanelMatrix* mat
 }
 
 double rollout_start_layer(int kind, const LayerStart* call) {
-    return kind == 0 ? start_layer<float>(*call) : start_layer<bf16>(*call);
+    auto run = [&](auto* typed) {
+        using T = std::remove_pointer_t<decltype(typed)>;
+        return start_layer(*call, Scratch<T>(scratch_size(*call)).data);
+    };
+    return kind == 0 ? run((float*)0) : run((bf16*)0);
 }
 
 double rollout_end_layer(int kind, const LayerEnd* call) {
-    return kind == 0 ? end_layer<float>(*call) : end_layer<bf16>(*call);
+    auto run = [&](auto* typed) {
+        using T = std::remove_pointer_t<decltype(typed)>;
+        return end_layer(*call, Scratch<T>(scratch_size(*call)).data);
+    };
+    return kind == 0 ? run((float*)0) : run((bf16*)0);
 }
 
 void rollout_decode_layers(int kind, const DecodeLayer* layers, int64_t count, const DecodeStep* step,

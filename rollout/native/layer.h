@@ -55,25 +55,30 @@ template <class T>
 struct TimedProducts {
     double seconds = 0;
 
-    void operator()(T* out, const T* x, const PanelMatrix& matrix, int64_t rows) {
+    // `next`: what is multiplied with after this, if that is known
+    void operator()(T* out, const T* x, const PanelMatrix& matrix, int64_t rows, const PanelMatrix* next) {
         const double started = omp_get_wtime();
-        multiply(out, x, matrix, rows);
+        multiply(out, x, matrix, rows, next);
         seconds += omp_get_wtime() - started;
     }
 };
 
+// Numbers that both halves of a layer need to work in.
+static int64_t scratch_size(const LayerEnd& call) {
+    return std::min(GROUP_ROWS, call.tokens) * (2 * call.down->outer + 3 * call.down->inner);
+}
+static int64_t scratch_size(const LayerStart& call) { return std::min(GROUP_ROWS, call.tokens) * call.qkv->inner; }
+
 template <class T>
-static double start_layer(const LayerStart& call) {
+static double start_layer(const LayerStart& call, T* normed, const PanelMatrix* next = nullptr) {
     const int64_t D = call.qkv->inner, outer = call.qkv->outer;
-    const int64_t most = std::min(GROUP_ROWS, call.tokens);
-    const Scratch<T> normed(most * D);
     TimedProducts<T> product;
     for (int64_t top = 0; top < call.tokens; top += GROUP_ROWS) {
         const int64_t count = std::min(GROUP_ROWS, call.tokens - top), angle = top * call.head_dim;
         T* out = (T*)call.out + top * outer;
-        add_rms_norm(normed.data, (T*)nullptr, (const T*)call.hidden + top * D, (const T*)nullptr,
+        add_rms_norm(normed, (T*)nullptr, (const T*)call.hidden + top * D, (const T*)nullptr,
                      (const T*)call.norm, count, D, call.eps);
-        product(out, normed.data, *call.qkv, count);
+        product(out, normed, *call.qkv, count, next);
         rotate(out, outer, out, outer, (const T*)call.cos + angle, (const T*)call.sin + angle,
                (const T*)call.query_norm, (const T*)call.key_norm, call.head_eps, count,
                call.queries + call.keys, call.queries, call.head_dim);
@@ -82,22 +87,21 @@ static double start_layer(const LayerStart& call) {
 }
 
 template <class T>
-static double end_layer(const LayerEnd& call) {
+static double end_layer(const LayerEnd& call, T* scratch, const PanelMatrix* next = nullptr) {
     const int64_t D = call.down->outer, M = call.down->inner, attended_size = call.attention_out->inner;
     const int64_t most = std::min(GROUP_ROWS, call.tokens);
-    const Scratch<T> scratch(most * (2 * D + 3 * M));
-    T *delta = scratch.data, *normed = delta + most * D, *gate_up = normed + most * D;
+    T *delta = scratch, *normed = delta + most * D, *gate_up = normed + most * D;
     T* gated = gate_up + most * 2 * M;
     TimedProducts<T> product;
     for (int64_t top = 0; top < call.tokens; top += GROUP_ROWS) {
         const int64_t count = std::min(GROUP_ROWS, call.tokens - top);
         T* out = (T*)call.out + top * D;
-        product(delta, (const T*)call.attended + top * attended_size, *call.attention_out, count);
+        product(delta, (const T*)call.attended + top * attended_size, *call.attention_out, count, call.gate_up);
         add_rms_norm(normed, out, (const T*)call.hidden + top * D, delta, (const T*)call.norm, count, D,
                      call.eps);
-        product(gate_up, normed, *call.gate_up, count);
+        product(gate_up, normed, *call.gate_up, count, call.down);
         silu_mul(gated, gate_up, count, M);
-        product(delta, gated, *call.down, count);
+        product(delta, gated, *call.down, count, next);
         add(out, delta, count * D);
     }
     return product.seconds;
@@ -125,12 +129,15 @@ static DecodeLayer placed(DecodeLayer layer, const DecodeStep& step) {
 // Adds the seconds of products and of attention to `seconds`.
 template <class T>
 static void decode_layers(const DecodeLayer* layers, int64_t count, const DecodeStep& step, double* seconds) {
+    if (count == 0) return;
+    const Scratch<T> scratch(scratch_size(placed<T>(layers[0], step).end));  // as for the other layers
     for (int64_t i = 0; i < count; i++) {
         const DecodeLayer layer = placed<T>(layers[i], step);
-        seconds[0] += start_layer<T>(layer.start);
+        seconds[0] += start_layer<T>(layer.start, scratch.data, layer.end.attention_out);
         const double started = omp_get_wtime();
         attend_rows<T>(layer.attention, layer.start.head_dim);
         seconds[1] += omp_get_wtime() - started;
-        seconds[0] += end_layer<T>(layer.end);
+        const PanelMatrix* next = i + 1 < count ? layers[i + 1].start.qkv : nullptr;
+        seconds[0] += end_layer<T>(layer.end, scratch.data, next);
     }
 }

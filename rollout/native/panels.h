@@ -15,15 +15,26 @@ typedef int32_t unit;
 constexpr int PANEL = 2 * LANES;  // weight rows
 constexpr int STEP_UNITS = 16;    // of a row, taken at once by a tile
 
+static inline int64_t whole_steps(int64_t units) {
+    return (units + STEP_UNITS - 1) / STEP_UNITS * STEP_UNITS;
+}
+
 struct PanelMatrix {
     const void* panels;  // [ceil(O / PANEL), U, PANEL] units, zeros where the weights have ended
     const void* bias;    // [panels * PANEL] or null
     int64_t inner, outer;
-};
 
-static inline int64_t whole_steps(int64_t units) {
-    return (units + STEP_UNITS - 1) / STEP_UNITS * STEP_UNITS;
-}
+    int64_t num_panels() const { return (outer + PANEL - 1) / PANEL; }
+
+    template <class T>
+    int64_t row_units() const {
+        return inner * sizeof(T) / sizeof(unit);
+    }
+    template <class T>
+    const unit* panel(int64_t i) const {
+        return static_cast<const unit*>(panels) + i * whole_steps(row_units<T>()) * PANEL;
+    }
+};
 
 // Weights [O, I], rows contiguous, to panels; see PanelMatrix.
 static inline void pack_panels(unit* panels, const unit* weights, int64_t outer, int64_t row_units) {

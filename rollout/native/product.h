@@ -20,25 +20,26 @@ constexpr int CHUNK_UNITS = 1024;    // of a panel at once: 128 KB, so that this
 constexpr int CLASHING_UNITS = 512, MOST_CLASHING_ROWS = 6;  // of a cache of 8 ways of 4 KB
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 16;
 
-// out [rows of the blocks from `first` to `end`, columns of one panel]
+// out [rows of the blocks from `first` to `end`, columns of one panel]. On the way, as much memory from
+// `next` on is fetched as the panel takes.
 template <class T, class Sums>
 static void multiply_panel(T* out, const RowBlocks& in, int64_t first, int64_t end, const PanelMatrix& matrix,
-                           int64_t panel) {
+                           int64_t panel, const unit* next) {
     alignas(64) float sums[GROUP_ROWS * PANEL];  // [end - first, height, PANEL]
     const int64_t column = panel * PANEL;
-    const unit* weights = static_cast<const unit*>(matrix.panels) + panel * in.units * PANEL;
+    const unit* weights = matrix.panel<T>(panel);
     const T* bias = static_cast<const T*>(matrix.bias);
     for (int64_t from = 0; from < in.units; from += CHUNK_UNITS) {
         const int64_t units = std::min<int64_t>(CHUNK_UNITS, in.units - from);
         const unit* chunk = weights + from * PANEL;
-        const char* next = reinterpret_cast<const char*>(chunk + units * PANEL);
+        const unit* ahead = from + units < in.units ? chunk + units * PANEL : next;
         const int64_t fetching = std::min<int64_t>(end - first, Sums::FETCHING_BLOCKS);
         for (int64_t block = first; block < end;) {
             const int64_t part = block - first, count = std::min<int64_t>(Sums::BLOCKS, end - block);
             const bool fetches = part < fetching;
             const int64_t share = fetches ? PANEL * sizeof(unit) * count / fetching : 0;
             Sums::add(sums + part * in.height * PANEL, from == 0, in, block, count, from, units, chunk,
-                      Ahead{fetches ? next + part * share / count * units : next, share});
+                      Ahead{reinterpret_cast<const char*>(ahead) + part * share / count * units, share});
             block += count;
         }
     }
@@ -55,10 +56,19 @@ static void multiply_panel(T* out, const RowBlocks& in, int64_t first, int64_t e
     }
 }
 
+// Of `count` panels one after the other, those of one thread.
+struct PanelRange {
+    int64_t begin, end;
+
+    explicit PanelRange(int64_t count)
+        : begin(count * omp_get_thread_num() / omp_get_num_threads()),
+          end(count * (omp_get_thread_num() + 1) / omp_get_num_threads()) {}
+};
+
 template <class T, class Sums>
-static void multiply_with(T* out, const T* x, const PanelMatrix& matrix, int64_t rows) {
-    const int64_t row_units = matrix.inner * sizeof(T) / sizeof(unit), units = whole_steps(row_units);
-    const int64_t panels = (matrix.outer + PANEL - 1) / PANEL;
+static void multiply_with(T* out, const T* x, const PanelMatrix& matrix, int64_t rows, const PanelMatrix* next) {
+    const int64_t row_units = matrix.row_units<T>(), units = whole_steps(row_units);
+    const int64_t panels = matrix.num_panels();
     // rows that lie a power of two apart would push each other out of the L1 cache
     const bool is_copied = units != row_units || (rows > MOST_CLASHING_ROWS && units % CLASHING_UNITS == 0);
     const int64_t row_stride = is_copied ? units + LANES : units;
@@ -79,19 +89,24 @@ static void multiply_with(T* out, const T* x, const PanelMatrix& matrix, int64_t
         const typename Sums::Setup setup(in);
         // a thread takes whole panels; only where they are too few, the rows are divided, too
         const int64_t parts = std::clamp<int64_t>(4 * omp_get_num_threads() / panels, 1, in.count);
-#pragma omp for
-        for (int64_t i = 0; i < parts * panels; i++) {
-            const int64_t part = i / panels;
+        const PanelRange own(parts * panels);
+        for (int64_t i = own.begin; i < own.end; i++) {
+            const int64_t part = i / panels, panel = i % panels;
+            const unit* ahead = matrix.panel<T>(panel + 1);
+            if (i + 1 == own.end && next) ahead = next->panel<T>(PanelRange(next->num_panels()).begin);
             multiply_panel<T, Sums>(out + top * matrix.outer, in, in.count * part / parts,
-                                    in.count * (part + 1) / parts, matrix, i % panels);
+                                    in.count * (part + 1) / parts, matrix, panel, ahead);
         }
+#pragma omp barrier
     }
 }
 
-// out [rows, O] = x [rows, I] . weights^T + bias
+// out [rows, O] = x [rows, I] . weights^T + bias. The first panels of `next`, which comes after this matrix,
+// are fetched at the end.
 template <class T>
-static void multiply(T* out, const T* x, const PanelMatrix& matrix, int64_t rows) {
+static void multiply(T* out, const T* x, const PanelMatrix& matrix, int64_t rows,
+                     const PanelMatrix* next = nullptr) {
     if constexpr (std::is_same_v<T, bf16>)
-        if (HAS_TILES) return multiply_with<T, TileSums>(out, x, matrix, rows);
-    multiply_with<T, RegisterSums<T>>(out, x, matrix, rows);
+        if (HAS_TILES) return multiply_with<T, TileSums>(out, x, matrix, rows, next);
+    multiply_with<T, RegisterSums<T>>(out, x, matrix, rows, next);
 }
