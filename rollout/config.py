@@ -78,8 +78,8 @@ class EngineConfig:
     native_kernels: bool | str = "auto"
     """Use kernels that are compiled for this CPU when first needed (by g++ in 4 to 7 seconds, kept in
     the user's cache): paged attention, the passes of a draw, and the norms, rotary embedding, gated MLP
-    and, where the CPU has bf16 dot products and no AMX, packed linears of decoder layers that are seen to
-    agree with them. ``"auto"`` does so for models on the CPU and logs a warning where they cannot be
+    and, where the CPU has bf16 dot products, packed linears of decoder layers that are seen to agree with
+    them. ``"auto"`` does so for models on the CPU and logs a warning where they cannot be
     compiled, ``True`` insists, ``False`` never does."""
     on_weight_change: str = "recompute"
     """What happens to requests in flight when the weights change: ``"recompute"`` their keys and

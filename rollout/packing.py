@@ -6,7 +6,7 @@ one go: which ones do is seen in a forward, not guessed from names. On CPUs with
 instructions a bf16 linear is computed on an fp32 copy: products of bf16 numbers are exact in fp32
 and the result is rounded to bf16 once, as the hardware would do.
 
-The layout is that of the compiled kernels' own products where they are the faster ones, else oneDNN's.
+The layout is that of the compiled kernels' own products where the CPU can make them, else oneDNN's.
 """
 
 import time

@@ -1,5 +1,6 @@
 """Products with weights in panels against products in float64, and decoder layers around them."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -8,17 +9,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.native import DecodeRows, Kernels, LayerPlace, LayerWeights, Products, load_kernels
+from rollout.native import DecodeRows, Kernels, LayerPlace, LayerWeights, Products, build, load_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(scope="module")
-def products() -> Products:
-    made = load_kernels().products
-    if made is None:
+@pytest.fixture(scope="module", params=["best", "without tiles"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Those of this CPU, and those that it would have without AMX."""
+    if request.param == "best":
+        made = load_kernels()
+    else:
+        if not torch.cpu.get_capabilities().get("amx_bf16", False):
+            pytest.skip("this CPU has no AMX: its kernels are those without tiles already")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CXX", shlex.join([*build.find_compiler(), "-mno-amx-bf16"]))
+            made = Kernels(build.load_library())
+    if made.products is None:
         pytest.skip("this CPU has no bf16 dot products: oneDNN multiplies")
     return made
+
+
+@pytest.fixture(scope="module")
+def products(kernels: Kernels) -> Products:
+    assert kernels.products is not None
+    return kernels.products
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -134,9 +149,8 @@ def layer_weights(products: Products, dtype: torch.dtype, has_head_norms: bool) 
 @pytest.mark.parametrize("has_head_norms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_halves_of_a_layer_are_its_parts(
-    products: Products, dtype: torch.dtype, has_head_norms: bool, tokens: int
+    kernels: Kernels, products: Products, dtype: torch.dtype, has_head_norms: bool, tokens: int
 ) -> None:
-    kernels = load_kernels()
     assert kernels.layers is not None
     weights = layer_weights(products, dtype, has_head_norms)
     weights.check()
@@ -158,10 +172,10 @@ def test_the_halves_of_a_layer_are_its_parts(
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_of_a_decode_step_are_their_parts(
-    products: Products, dtype: torch.dtype, has_sinks: bool, softcap: float | None
+    kernels: Kernels, products: Products, dtype: torch.dtype, has_sinks: bool, softcap: float | None
 ) -> None:
     """Two layers, the second on tables of its own as with a sliding window."""
-    kernels, rows = load_kernels(), 5
+    rows = 5
     assert kernels.layers is not None
     weights = [layer_weights(products, dtype, has_head_norms) for has_head_norms in (False, True)]
     cos, sin = randn(1, rows, 32, dtype=dtype, seed=2), randn(1, rows, 32, dtype=dtype, seed=3)
@@ -201,8 +215,7 @@ def test_layers_of_a_decode_step_are_their_parts(
     assert torch.equal(call(given, cos, sin, groups), found)  # and once more on the same pages
 
 
-def test_layers_of_different_sizes_are_not_one_call(products: Products) -> None:
-    kernels = load_kernels()
+def test_layers_of_different_sizes_are_not_one_call(kernels: Kernels, products: Products) -> None:
     weights = layer_weights(products, torch.float32, has_head_norms=False)
     other = replace(weights, num_keys=2, num_queries=1)
     pages = randn(1, 4, 4, 32)
@@ -216,11 +229,11 @@ def test_layers_of_different_sizes_are_not_one_call(products: Products) -> None:
             kernels.decode_call(layers, places)
 
 
-def test_rows_that_do_not_fit_are_noticed(products: Products) -> None:
+def test_rows_that_do_not_fit_are_noticed(kernels: Kernels, products: Products) -> None:
     weights = layer_weights(products, torch.float32, has_head_norms=False)
     pages = randn(1, 4, 4, 32)
     place = LayerPlace(keys=pages, values=pages.clone(), group=0, scaling=1.0, softcap=None, sinks=None)
-    call = load_kernels().decode_call([weights], [place])
+    call = kernels.decode_call([weights], [place])
     hidden, cos = randn(2, 64), randn(1, 2, 32)
     rows = DecodeRows(
         pages=torch.zeros(2, 1, dtype=torch.int64),
@@ -252,8 +265,7 @@ def test_weights_that_do_not_fit_together_are_noticed(products: Products) -> Non
             replace(weights, **{name: value}).check()
 
 
-def test_timing_tells_products_from_the_rest_of_a_layer(products: Products) -> None:
-    kernels: Kernels = load_kernels()
+def test_timing_tells_products_from_the_rest_of_a_layer(kernels: Kernels, products: Products) -> None:
     assert kernels.layers is not None
     weights = layer_weights(products, torch.float32, has_head_norms=False)
     with kernels.timing() as seconds:

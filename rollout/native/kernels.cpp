@@ -7,7 +7,7 @@
 #include "elementwise.h"
 #include "sampling.h"
 
-// Products are made here on CPUs with bf16 dot products but without AMX, which oneDNN makes use of.
+// Products are made here on CPUs with bf16 dot products; elsewhere oneDNN makes them.
 #if defined(__AVX512BF16__)
 #define HAS_PRODUCTS 1
 #include "layer.h"

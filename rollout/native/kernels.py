@@ -37,7 +37,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = Library(library)
         self.products = Products(self._library) if self._library.panel_rows else None
-        """Products of matrices; ``None`` on a CPU where oneDNN's are the faster ones."""
+        """Products of matrices; ``None`` on a CPU without bf16 dot products."""
         self.layers = LayerKernels(self._library) if self._library.panel_rows else None
         """Decoder layers on those products."""
 

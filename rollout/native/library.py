@@ -173,7 +173,7 @@ class Library:
             ),
         }
         self.panel_rows: int = library.rollout_panel_rows()
-        """Weight rows that lie together in a panel; 0 on a CPU on which oneDNN's products are faster."""
+        """Weight rows that lie together in a panel; 0 on a CPU without bf16 dot products."""
         if self.panel_rows:
             start, end = library.rollout_start_layer, library.rollout_end_layer
             start.restype = end.restype = ctypes.c_double
