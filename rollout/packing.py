@@ -91,7 +91,7 @@ class PackedLinears:
 
     @property
     def stamp(self) -> tuple[int, int]:
-        """Of the copies' addresses: another one when some were made or given back, or have to be made."""
+        """Of the copies' addresses: another one when some were given back or belong to an older version."""
         return self.version, self._num_drops
 
     @property
@@ -112,6 +112,7 @@ class PackedLinears:
             products: multiply where they can; ``None``: oneDNN does.
         """
         self._linears, self._products = [], products
+        self.note_drop()
         if self._mode is False or not torch.backends.mkldnn.is_available():
             return
         targets: list[tuple[nn.Module, str, nn.Linear]] = [
@@ -152,6 +153,7 @@ class PackedLinears:
             for run in _runs_of_one_input(self._seen):
                 group = LinearGroup(run, self)
                 for member in run:
+                    member.group.drop()
                     member.group = group
         finally:
             self._seen = None
@@ -171,7 +173,7 @@ class PackedLinears:
         return seconds
 
     def note_drop(self) -> None:
-        """Called by each group when it forgets its copy."""
+        """Called when copies are given back."""
         self._num_drops += 1
 
     def note(self, member: "PackedLinear", input: Tensor) -> None:
@@ -210,9 +212,10 @@ class LinearGroup:
 
     def drop(self) -> None:
         """Forget the derived copy and any output that was not asked for."""
+        if self._packed is not None:
+            self._owner.note_drop()
         self._packed = self._input = None
         self._outputs = {}
-        self._owner.note_drop()
 
     def output(self, member: "PackedLinear", input: Tensor, dtype: torch.dtype) -> Tensor:
         """The member's output for ``input``, in ``dtype``."""

@@ -3,6 +3,7 @@
 Letters: T packed tokens, D rows with logits, N query heads, K kv heads, H head dim, V vocabulary.
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ class PagedStep:
     @property
     def pages_stamp(self) -> tuple[object, int]:
         """Of the cache; see ``StackStep``."""
-        return self.cache, self.cache.epoch
+        return weakref.ref(self.cache), self.cache.epoch  # weakly: a cache may be a short-lived one
 
 
 def _is_one_decode(group: GroupBatch) -> bool:

@@ -203,11 +203,11 @@ def _draw_chunk(
     Returns [C, 6] float64 (token, logprob, policy logprob, log of the kept mass, peak of the raw
     logits, peak of the scores) and the errors of processors.
     """
-    heated = any(row.params.temperature not in (0, 1) for row in rows)
     mode = _mode(rows[0], raw.shape[1])
     kernels = spread_of.kernels
     if mode is Mode.PLAIN and kernels is not None and not rows[0].is_processed:
         return _pick_compiled(raw, knobs, kernels), {}
+    heated = any(row.params.temperature not in (0, 1) for row in rows)
     if rows[0].is_processed:
         raw = raw.float()
     scores, policy = raw, spread_of(raw, knobs, heated)

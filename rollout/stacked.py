@@ -64,14 +64,13 @@ class LayerStack(nn.Module):
 
     def _call_for(self, step: StackStep, dtype: torch.dtype) -> DecodeCall | None:
         """The call for the step's pages and the weights in ``dtype``, if it is that of the pages, too."""
-        if self._call is None or self._stamps != (dtype, step.pages_stamp, self._packed.stamp):
+        if self._stamps != (dtype, step.pages_stamp, self._packed.stamp):
             self._call = None
             places, weights = step.layer_places(self._asked), panel_weights(self._in_order)
             assert weights is not None, "layers in parts are not stacked"
-            if not dtype == places[0].keys.dtype == weights[0].qkv.dtype:
-                return None
-            self._call = self._kernels.decode_call(weights, places)
-            self._stamps = dtype, step.pages_stamp, self._packed.stamp
+            if dtype == places[0].keys.dtype == weights[0].qkv.dtype:
+                self._call = self._kernels.decode_call(weights, places)
+            self._stamps = dtype, step.pages_stamp, self._packed.stamp  # after the weights were made
         return self._call
 
 

@@ -192,6 +192,44 @@ def test_paged_attention_is_softmax_attention(kernels: Kernels, case: dict[str, 
     assert torch.equal(alone[0], found[0])
 
 
+def test_a_row_that_sees_nothing_attends_to_nothing(kernels: Kernels) -> None:
+    pages = randn(2, 3, 16, 32)
+    seen = torch.tensor([[0, 0], [3, 9]])
+    out = kernels.attend(randn(2, 4, 32), pages, pages, torch.ones(2, 1, dtype=torch.int64), seen, 1.0)
+    assert (out[0] == 0).all() and out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_do_not_depend_on_the_number_of_threads(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Rows, panels and draws are divided by hand; there may be more threads than any of them."""
+    lengths = [1, 40, 3, 7, 48, 2, 5]
+    rows, pages = len(lengths), randn(2, 30, 16, 32, dtype=dtype)
+    table = torch.arange(1, 22).view(rows, 3)
+    seen = torch.tensor([[0, length] for length in lengths])
+    query, logits = randn(rows, 4, 32, dtype=dtype), randn(rows, 500, dtype=dtype, seed=1)
+    share = torch.linspace(0, 0.9, rows, dtype=torch.float64)
+    panels = None if kernels.products is None else kernels.products.pack(randn(8, 32, dtype=dtype), None)
+    wide = None if kernels.products is None else kernels.products.pack(randn(700, 512, dtype=dtype), None)
+
+    def results() -> list[Tensor]:
+        found = [kernels.attend(query, pages, pages, table, seen, 0.2)]
+        found += [kernels.attend(query[:1], pages, pages, table[:1], seen[:1], 0.2)]
+        found += kernels.pick(logits, share, torch.ones(rows), 64)
+        found += [] if panels is None else [panels.multiply(randn(90, 32, dtype=dtype, seed=2))]
+        found += [] if wide is None else [wide.multiply(randn(33, 512, dtype=dtype, seed=2))]
+        return found
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = results()
+        for threads in (2, 3, 7, 40):
+            torch.set_num_threads(threads)
+            assert all(map(torch.equal, results(), expected))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_attention_may_store_the_rows_own_keys_first(kernels: Kernels) -> None:
     pages = randn(2, 4, 4, 32), randn(2, 4, 4, 32, seed=1)
     apart = pages[0].clone(), pages[1].clone()

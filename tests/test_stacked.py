@@ -1,5 +1,6 @@
 """Stacks of fused layers: which layers are stacked, and that one call gives what single layers give."""
 
+import gc
 import logging
 import weakref
 
@@ -11,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from oracle import assert_greedy, assert_logprobs
-from rollout import RolloutEngine, SamplingParams, engine, stacked
+from rollout import RolloutEngine, SamplingParams, engine, scoring, stacked
 from rollout.fused import FusedLayer
 from rollout.native import Kernels, load_kernels
 from rollout.packing import PackedLinears
@@ -64,18 +65,60 @@ def test_stacked_decoding_agrees_with_a_plain_forward(name: str) -> None:
         assert_logprobs(model, completion)
 
 
-def test_a_weight_change_reaches_the_stack() -> None:
+def stack_of(rollout_engine: RolloutEngine) -> LayerStack:
+    view = rollout_engine._weights.view
+    (found,) = (each for each in view.modules() if isinstance(each, LayerStack))
+    return found
+
+
+@pytest.mark.parametrize("is_another_tensor", [False, True])
+def test_a_weight_change_reaches_the_stack(is_another_tensor: bool) -> None:
     model = TINY_MODELS["llama_wide"]()
     rollout_engine = RolloutEngine(model)
     rollout_engine.generate(PROMPTS, PARAMS)
+    stack = stack_of(rollout_engine)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
         norm = model.model.layers[1].input_layernorm.weight
-        norm.data = norm.data * 0.5  # another tensor altogether
+        if is_another_tensor:
+            norm.data = norm.data * 0.5
     changed = rollout_engine.generate(PROMPTS, PARAMS)
     for ours, theirs in zip(changed, RolloutEngine(model).generate(PROMPTS, PARAMS), strict=True):
         assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
+    assert (stack_of(rollout_engine) is stack) == (not is_another_tensor)
+
+
+def test_a_call_is_made_ready_once_for_weights_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    plain = Kernels.decode_call
+    monkeypatch.setattr(Kernels, "decode_call", lambda *args: made.append(args) or plain(*args))
+    rollout_engine = RolloutEngine(TINY_MODELS["llama_wide"]())
+    rollout_engine.generate(PROMPTS, PARAMS)
+    first = len(made)  # the pages of the first steps may not have been enough
+    rollout_engine.generate(PROMPTS, PARAMS)
+    assert len(made) == first
+    rollout_engine._packed.release()  # the pages stay
+    expected = rollout_engine.generate(PROMPTS, PARAMS)
+    assert len(made) == first + 1
+    rollout_engine.release_memory()
+    found = rollout_engine.generate(PROMPTS, PARAMS)
+    assert len(made) > first + 1
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+
+
+def test_a_stack_does_not_hold_the_pages_it_was_last_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scoring has pages of its own, and its last chunk may be a single token."""
+    model = TINY_MODELS["llama_wide"]()
+    rollout_engine = RolloutEngine(model)
+    rollout_engine.generate(PROMPTS, PARAMS)
+    before = stack_of(rollout_engine)._stamps
+    monkeypatch.setattr(scoring, "MAX_LOGITS", 16 * model.config.vocab_size)
+    rollout_engine.score([[1] * 4], [[2] * 14])  # steps of 16 tokens and of one
+    after = stack_of(rollout_engine)._stamps
+    assert after != before
+    gc.collect()
+    assert after[1][0]() is None
 
 
 def test_released_memory_is_not_held_by_the_stack() -> None:
@@ -135,6 +178,15 @@ def test_an_adapter_is_not_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(Kernels, "decode_call", lambda *_: asked.append(None))
     assert generate_with_and_without(adapted, monkeypatch) == (False, True) and not asked
+
+
+def test_layers_of_different_inner_sizes_in_one_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TINY_MODELS["llama_wide"]()
+    mlp, hidden = model.model.layers[1].mlp, model.config.hidden_size
+    with torch.no_grad():
+        mlp.gate_proj, mlp.up_proj = (nn.Linear(hidden, 4096, bias=False) for _ in range(2))
+        mlp.down_proj = nn.Linear(4096, hidden, bias=False)
+    assert generate_with_and_without(model, monkeypatch) == (True, True)
 
 
 @pytest.mark.parametrize("heads", [1, 8])

@@ -56,8 +56,9 @@ static inline vf sum_each(vf* v) {
 }
 
 // Scores to softmax weights in place, `count` of them, room for a whole last vector; returns the mass by
-// which they are still to be divided.
+// which they are still to be divided: 1 where there is nothing.
 static inline float softmax(float* scores, int64_t count, float softcap, const float* sink) {
+    if (count == 0 && !sink) return 1;
     const int64_t end = (count + LANES - 1) / LANES * LANES;
     if (softcap > 0)
         for (int64_t i = 0; i < count; i++) scores[i] = softcap * std::tanh(scores[i] / softcap);
@@ -97,23 +98,23 @@ struct ItemRange {
         : begin(first(call, omp_get_thread_num())), end(first(call, omp_get_thread_num() + 1)) {}
 
     static int64_t first(const AttentionCall& call, int64_t thread) {
-        int64_t keys_of_head = 0;
-        for (int64_t r = 0; r < call.rows; r++) keys_of_head += keys(call, r);
-        int64_t left = keys_of_head * call.kv_heads * thread / omp_get_num_threads();
+        int64_t head_cost = 0;
+        for (int64_t r = 0; r < call.rows; r++) head_cost += cost(call, r);
+        int64_t left = head_cost * call.kv_heads * thread / omp_get_num_threads();
         int64_t row = 0;
-        const int64_t head = left / keys_of_head;
-        for (left -= head * keys_of_head; left > 0; row++) left -= keys(call, row);
+        const int64_t head = left / head_cost;
+        for (left -= head * head_cost; left > 0; row++) left -= cost(call, row);
         return head * call.rows + row;
     }
-    static int64_t keys(const AttentionCall& call, int64_t row) {
+    static int64_t cost(const AttentionCall& call, int64_t row) {
         return call.seen[2 * row + 1] - call.seen[2 * row] + EXTRA_KEYS;
     }
 };
 
 // One item, Q of its query heads; C = H / LANES. On the way, the keys of `next` are fetched.
 template <class T, int C, int Q>
-static void attend_heads(const AttentionCall& call, AttentionItem item, AttentionItem next, int64_t first_query,
-                         std::vector<float>& scratch) {
+static void attend_heads(const AttentionCall& call, AttentionItem item, AttentionItem next,
+                         int64_t first_query, std::vector<float>& scratch) {
     constexpr int64_t H = C * LANES;
     const int64_t row = item.row, kv_head = item.kv_head, S = call.page_size;
     const int64_t head = kv_head * call.group + first_query;

@@ -30,7 +30,7 @@ class BuildError(RuntimeError):
 def load_library() -> ctypes.CDLL:
     """The compiled library, made now if the cache does not hold it (4 to 7 seconds).
 
-    ``CXX`` names another compiler than g++, with arguments if it needs any.
+    ``CXX`` names another GCC than g++, with arguments if it needs any.
 
     Raises:
         BuildError: there is no compiler, or it fails, or there is nowhere to keep what it makes.

@@ -53,8 +53,8 @@ class DecodeRows:
 class DecodeCall:
     """Layers one after the other for rows of one token each: their start, attention and end.
 
-    It knows the addresses of weights and pages but does not keep them: whoever holds it throws it away
-    when they are made anew or given back.
+    It knows the addresses of products' weights and of pages but does not hold them: whoever has it throws it
+    away when they are made anew or given back.
 
     Args:
         library: compiled functions.
@@ -76,7 +76,10 @@ class DecodeCall:
         self._dtype, self._num_groups = first.qkv.dtype, max(place.group for place in places) + 1
         self._size, self._dim = first.qkv.inner, first.head_dim
         self._heads, self._qkv_size = first.num_queries, first.qkv.outer
-        self._sinks = [place.sinks for place in places]  # the only ones that nobody else need hold
+        norms = [
+            norm for each in weights for norm in (each.input_norm, each.mlp_norm, *(each.head_norms or ()))
+        ]
+        self._held = [*(norm.detach() for norm in norms), *(place.sinks for place in places)]
         self._layers = (DecodeLayer * len(weights))()
         for layer, each, place in zip(self._layers, weights, places, strict=True):
             _check_place(place, each)
@@ -104,16 +107,22 @@ class DecodeCall:
         rows = hidden.shape[0]
         check_tokens(hidden, self._size, self._dim, self._dtype, cos, sin)
         assert len(groups) >= self._num_groups
-        places = (DecodeRowsArguments * len(groups))()
-        for place, group in zip(places, groups, strict=True):
+        arguments = (DecodeRowsArguments * len(groups))()
+        for each, group in zip(arguments, groups, strict=True):
             _check_rows(group, rows)
-            place.pages, place.seen = group.pages.data_ptr(), group.seen.data_ptr()
-            place.slots, place.width = group.slots.data_ptr(), group.pages.shape[1]
+            each.pages, each.seen = group.pages.data_ptr(), group.seen.data_ptr()
+            each.slots, each.width = group.slots.data_ptr(), group.pages.shape[1]
         out = hidden.clone()
         qkv = torch.empty((rows, self._qkv_size), dtype=hidden.dtype)
         attended = torch.empty((rows, self._heads * self._dim), dtype=hidden.dtype)
         step = DecodeStep(
-            out.data_ptr(), qkv.data_ptr(), attended.data_ptr(), cos.data_ptr(), sin.data_ptr(), places, rows
+            hidden=out.data_ptr(),
+            qkv=qkv.data_ptr(),
+            attended=attended.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            groups=arguments,
+            rows=rows,
         )
         seconds = (ctypes.c_double * 2)()
         kind = KINDS[hidden.dtype, hidden.dtype]

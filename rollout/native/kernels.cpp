@@ -1,5 +1,5 @@
-// The functions of rollout/native/library.py, called by kernels.py, products.py and layers.py. Checked
-// there; here every pointer is trusted.
+// The functions of rollout/native/library.py, called by the rooms beside it. Checked there; here every
+// pointer is trusted.
 // `kind` says what lies in memory: 0 all float32, 1 all bfloat16, 2 (autocast) bfloat16 outputs of
 // linears beside float32 residuals, norms and angles; products and whole layers have no kind 2.
 
@@ -85,6 +85,7 @@ void rollout_candidates(int kind, int64_t* ids, int64_t* counts, const void* x, 
 
 #if HAS_PRODUCTS
 int rollout_panel_rows() { return PANEL; }
+int rollout_step_units() { return STEP_UNITS; }
 
 void rollout_pack(void* panels, const void* weights, int64_t outer, int64_t units) {
     pack_panels((unit*)panels, (const unit*)weights, outer, units);
@@ -118,5 +119,6 @@ void rollout_decode_layers(int kind, const DecodeLayer* layers, int64_t count, c
 }
 #else
 int rollout_panel_rows() { return 0; }
+int rollout_step_units() { return 0; }
 #endif
 }

@@ -63,11 +63,13 @@ struct TimedProducts {
     }
 };
 
-// Numbers that both halves of a layer need to work in.
+// Numbers that each half of a layer needs to work in; the end needs more of them than the start.
 static int64_t scratch_size(const LayerEnd& call) {
     return std::min(GROUP_ROWS, call.tokens) * (2 * call.down->outer + 3 * call.down->inner);
 }
-static int64_t scratch_size(const LayerStart& call) { return std::min(GROUP_ROWS, call.tokens) * call.qkv->inner; }
+static int64_t scratch_size(const LayerStart& call) {
+    return std::min(GROUP_ROWS, call.tokens) * call.qkv->inner;
+}
 
 template <class T>
 static double start_layer(const LayerStart& call, T* normed, const PanelMatrix* next = nullptr) {
@@ -96,7 +98,8 @@ static double end_layer(const LayerEnd& call, T* scratch, const PanelMatrix* nex
     for (int64_t top = 0; top < call.tokens; top += GROUP_ROWS) {
         const int64_t count = std::min(GROUP_ROWS, call.tokens - top);
         T* out = (T*)call.out + top * D;
-        product(delta, (const T*)call.attended + top * attended_size, *call.attention_out, count, call.gate_up);
+        product(delta, (const T*)call.attended + top * attended_size, *call.attention_out, count,
+                call.gate_up);
         add_rms_norm(normed, out, (const T*)call.hidden + top * D, delta, (const T*)call.norm, count, D,
                      call.eps);
         product(gate_up, normed, *call.gate_up, count, call.down);
@@ -129,8 +132,9 @@ static DecodeLayer placed(DecodeLayer layer, const DecodeStep& step) {
 // Adds the seconds of products and of attention to `seconds`.
 template <class T>
 static void decode_layers(const DecodeLayer* layers, int64_t count, const DecodeStep& step, double* seconds) {
-    if (count == 0) return;
-    const Scratch<T> scratch(scratch_size(placed<T>(layers[0], step).end));  // as for the other layers
+    int64_t most = 0;
+    for (int64_t i = 0; i < count; i++) most = std::max(most, scratch_size(placed<T>(layers[i], step).end));
+    const Scratch<T> scratch(most);
     for (int64_t i = 0; i < count; i++) {
         const DecodeLayer layer = placed<T>(layers[i], step);
         seconds[0] += start_layer<T>(layer.start, scratch.data, layer.end.attention_out);

@@ -76,7 +76,7 @@ def attention_arguments(
 
 
 class PanelMatrix(ctypes.Structure):
-    """A weight matrix in panels, ``PanelMatrix`` of ``product.h``."""
+    """A weight matrix in panels, ``PanelMatrix`` of ``panels.h``."""
 
     _fields_ = (
         ("panels", ctypes.c_void_p),
@@ -174,6 +174,8 @@ class Library:
         }
         self.panel_rows: int = library.rollout_panel_rows()
         """Weight rows that lie together in a panel; 0 on a CPU without bf16 dot products."""
+        self.step_units: int = library.rollout_step_units()
+        """Panels hold a multiple of so many units of each weight row."""
         if self.panel_rows:
             start, end = library.rollout_start_layer, library.rollout_end_layer
             start.restype = end.restype = ctypes.c_double

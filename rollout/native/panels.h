@@ -5,7 +5,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 #include <new>
 
 #include "vectors.h"
@@ -45,7 +44,8 @@ static inline void pack_panels(unit* panels, const unit* weights, int64_t outer,
         const int64_t rows = std::min<int64_t>(PANEL, outer - p * PANEL);
         for (int64_t u = 0; u < units; u++) {
             unit* to = panels + (p * units + u) * PANEL;
-            for (int64_t r = 0; r < PANEL; r++) to[r] = r < rows && u < row_units ? from[r * row_units + u] : 0;
+            for (int64_t r = 0; r < PANEL; r++)
+                to[r] = r < rows && u < row_units ? from[r * row_units + u] : 0;
         }
     }
 }

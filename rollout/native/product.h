@@ -20,8 +20,8 @@ constexpr int CHUNK_UNITS = 1024;    // of a panel at once: 128 KB, so that this
 constexpr int CLASHING_UNITS = 512, MOST_CLASHING_ROWS = 6;  // of a cache of 8 ways of 4 KB
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 16;
 
-// out [rows of the blocks from `first` to `end`, columns of one panel]. On the way, as much memory from
-// `next` on is fetched as the panel takes.
+// out [rows of the blocks from `first` to `end`, columns of one panel]. While one chunk of the panel is
+// multiplied, the following one is fetched, at last what `next` begins with.
 template <class T, class Sums>
 static void multiply_panel(T* out, const RowBlocks& in, int64_t first, int64_t end, const PanelMatrix& matrix,
                            int64_t panel, const unit* next) {
@@ -66,7 +66,8 @@ struct PanelRange {
 };
 
 template <class T, class Sums>
-static void multiply_with(T* out, const T* x, const PanelMatrix& matrix, int64_t rows, const PanelMatrix* next) {
+static void multiply_with(T* out, const T* x, const PanelMatrix& matrix, int64_t rows,
+                          const PanelMatrix* next) {
     const int64_t row_units = matrix.row_units<T>(), units = whole_steps(row_units);
     const int64_t panels = matrix.num_panels();
     // rows that lie a power of two apart would push each other out of the L1 cache

@@ -9,8 +9,6 @@ from rollout.native.library import KINDS, Library, PanelMatrix
 
 UNIT_BYTES = 4
 """Of the inner size that lie together in a panel: one float32 or two bf16."""
-STEP_UNITS = 16
-"""Panels hold a multiple of so many units of each weight row."""
 
 
 class Panels:
@@ -29,7 +27,7 @@ class Panels:
         assert weight.numel() > 0 and weight.device.type == "cpu"
         rows = library.panel_rows
         row_units = inner * weight.element_size() // UNIT_BYTES
-        count, units = -(-outer // rows), -(-row_units // STEP_UNITS) * STEP_UNITS
+        count, units = -(-outer // rows), -(-row_units // library.step_units) * library.step_units
         self.dtype, self.outer, self.inner = weight.dtype, outer, inner
         self._library = library
         self._panels = torch.empty((count, units, rows), dtype=torch.int32)

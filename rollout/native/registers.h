@@ -44,8 +44,8 @@ struct RegisterSums {
     }
 
     template <int R>
-    static void add_rows(float* sums, bool are_new, const unit* x, int64_t row_stride, const unit* weights, int64_t units,
-                         Ahead ahead) {
+    static void add_rows(float* sums, bool are_new, const unit* x, int64_t row_stride, const unit* weights,
+                         int64_t units, Ahead ahead) {
         vf low[R], high[R];
         for (int r = 0; r < R; r++) {
             low[r] = are_new ? vf{} : load(sums + r * PANEL);

@@ -85,7 +85,8 @@ static Pick pick_row(float* mass, const T* x, double share, float heat, int64_t 
     const int64_t begin = find(mass, (vocab + block - 1) / block, share * total, below) * block;
     const int64_t end = std::min(vocab, begin + block);
     float* weights = mass;  // of the tokens in the block: the blocks' masses are not needed any more
-    for (int64_t i = begin; i < end; i += LANES) store(weights + i - begin, weights_at(x, i, vocab, peak, heat));
+    for (int64_t i = begin; i < end; i += LANES)
+        store(weights + i - begin, weights_at(x, i, vocab, peak, heat));
     const int64_t token = begin + find(weights, end - begin, share * total, below);
     const vf at_token = read(x, token, vocab);
     return {double(token), double(at_token[0] - peak) / heat - std::log(total), peak};

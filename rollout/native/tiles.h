@@ -40,8 +40,8 @@ struct TileSums {
     };
 
     // sums [count * height, PANEL] += x . weights over `units` of the inner dimension; = where they are new
-    static void add(float* sums, bool are_new, const RowBlocks& in, int64_t block, int64_t count, int64_t from,
-                    int64_t units, const unit* weights, Ahead ahead) {
+    static void add(float* sums, bool are_new, const RowBlocks& in, int64_t block, int64_t count,
+                    int64_t from, int64_t units, const unit* weights, Ahead ahead) {
         const unit* upper = in.at(block, from);
         if (count == 1) add_blocks<false>(sums, are_new, in, upper, upper, units, weights, ahead);
         else add_blocks<true>(sums, are_new, in, upper, in.at(block + 1, from), units, weights, ahead);
@@ -52,7 +52,10 @@ struct TileSums {
                            const unit* lower, int64_t units, const unit* weights, Ahead ahead) {
         constexpr int64_t PANEL_BYTES = PANEL * sizeof(unit);
         const int64_t row_bytes = in.row_stride * sizeof(unit), step_bytes = ahead.bytes * STEP_UNITS;
-        float* lower_sums = sums + in.height * PANEL;
+        // every address has a name: some compilers' headers take `a + b` for `(const void*)a + b`
+        float *lower_sums = sums + in.height * PANEL, *right_sums = sums + LANES;
+        float* lower_right_sums = lower_sums + LANES;
+        const unit* right = weights + LANES;
         asm volatile("" ::: "memory");  // compilers do not know what the instructions for tiles read
         if (are_new) {
             _tile_zero(0);
@@ -61,30 +64,34 @@ struct TileSums {
             _tile_zero(3);
         } else {
             _tile_loadd(0, sums, PANEL_BYTES);
-            _tile_loadd(1, sums + LANES, PANEL_BYTES);
+            _tile_loadd(1, right_sums, PANEL_BYTES);
             if (TWO) {
                 _tile_loadd(2, lower_sums, PANEL_BYTES);
-                _tile_loadd(3, lower_sums + LANES, PANEL_BYTES);
+                _tile_loadd(3, lower_right_sums, PANEL_BYTES);
             }
         }
-        for (int64_t u = 0; u < units; u += STEP_UNITS, weights += STEP_UNITS * PANEL) {
+        for (int64_t u = 0; u < units; u += STEP_UNITS) {
             _tile_loadd(6, weights, PANEL_BYTES);
-            _tile_loadd(4, upper + u, row_bytes);
+            _tile_loadd(4, upper, row_bytes);
             for (int64_t i = 0; i < step_bytes; i += 64, ahead.at += 64) __builtin_prefetch(ahead.at, 0, 2);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, weights + LANES, PANEL_BYTES);
+            _tile_loadd(7, right, PANEL_BYTES);
             _tile_dpbf16ps(1, 4, 7);
             if (TWO) {
-                _tile_loadd(5, lower + u, row_bytes);
+                _tile_loadd(5, lower, row_bytes);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
+            weights += STEP_UNITS * PANEL;
+            right += STEP_UNITS * PANEL;
+            upper += STEP_UNITS;
+            lower += STEP_UNITS;
         }
         _tile_stored(0, sums, PANEL_BYTES);
-        _tile_stored(1, sums + LANES, PANEL_BYTES);
+        _tile_stored(1, right_sums, PANEL_BYTES);
         if (TWO) {
             _tile_stored(2, lower_sums, PANEL_BYTES);
-            _tile_stored(3, lower_sums + LANES, PANEL_BYTES);
+            _tile_stored(3, lower_right_sums, PANEL_BYTES);
         }
         asm volatile("" ::: "memory");
     }
