@@ -11,6 +11,7 @@ Legend: L rows of logits, R rows drawn in a call, C rows of one chunk, V vocabul
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -195,6 +196,15 @@ def _knobs(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Kno
     return Knobs(table[:, 0], table[:, 1:2].float(), table[:, 2:3].long(), table[:, 3:4], table[:, 4:5])
 
 
+class Drawn(NamedTuple):
+    """Tokens of a chunk and what was found on the way."""
+
+    token: Tensor  # [C] int64
+    logprob: Tensor  # [C] float64, of all tokens: before any limit
+    log_kept: Tensor  # [C] float64, log of the mass that the limits keep
+    peak: Tensor  # [C], of the scores; not finite where there is nothing to draw
+
+
 def _draw_chunk(
     raw: Tensor, rows: Sequence[SamplingRow], knobs: Knobs, spread_of: Spreader
 ) -> tuple[Tensor, dict[int, Exception]]:
@@ -203,47 +213,60 @@ def _draw_chunk(
     Returns [C, 6] float64 (token, logprob, policy logprob, log of the kept mass, peak of the raw
     logits, peak of the scores) and the errors of processors.
     """
-    mode = _mode(rows[0], raw.shape[1])
-    kernels = spread_of.kernels
-    if mode is Mode.PLAIN and kernels is not None and not rows[0].is_processed:
-        return _pick_compiled(raw, knobs, kernels), {}
     heated = any(row.params.temperature not in (0, 1) for row in rows)
-    if rows[0].is_processed:
-        raw = raw.float()
-    scores, policy = raw, spread_of(raw, knobs, heated)
-    spread = policy
+    mode = _mode(rows[0], raw.shape[1])
+    scores = raw
     failures: dict[int, Exception] = {}
     if rows[0].is_processed:
+        raw = raw.float()
         scores, failures = process(raw, rows)
-        spread = spread_of(scores, knobs, heated)
+    drawn = _pick(scores, mode, knobs, spread_of, heated)
+    policy_logprob, raw_peak = drawn.logprob, drawn.peak
+    if rows[0].is_processed:
+        policy = spread_of(raw, knobs, heated)
+        policy_logprob, raw_peak = _logprob(raw, drawn.token, policy, knobs), policy.peak[:, 0]
+    sampled = (drawn.logprob - drawn.log_kept).clamp(max=0.0)
+    columns = [drawn.token, sampled, policy_logprob, drawn.log_kept, raw_peak, drawn.peak]
+    return torch.stack([column.double() for column in columns], dim=1), failures
+
+
+def _pick(scores: Tensor, mode: Mode, knobs: Knobs, spread_of: Spreader, heated: bool) -> Drawn:
+    """A token of each row of ``scores`` [C, V], in compiled code where that can find it."""
+    if spread_of.kernels is None or mode is Mode.GREEDY:
+        return _pick_in_torch(scores, mode, knobs, spread_of(scores, knobs, heated))
+    scores = scores if scores.dtype in SPREAD_DTYPES else scores.float()
+    top_k, vocab = knobs.top_k[:, 0], scores.shape[1]
+    limits = top_k.where(top_k < vocab, 0), knobs.top_p[:, 0], knobs.min_p[:, 0]
+    found = spread_of.kernels.pick(scores, knobs.uniform, knobs.temperature[:, 0], *limits, BLOCK)
+    token, logprob, log_kept, peak = found.unbind(dim=1)
+    drawn = Drawn(token.long(), logprob, log_kept, peak)
+    missing = (token < 0).nonzero()[:, 0]
+    if len(missing) == 0:
+        return drawn
+    rest, part = scores[missing], knobs.at(missing)
+    others = _pick_in_torch(rest, mode, part, spread_of(rest, part, heated))
+    return Drawn(
+        *(all_.index_copy(0, missing, some.to(all_)) for all_, some in zip(drawn, others, strict=True))
+    )
+
+
+def _pick_in_torch(scores: Tensor, mode: Mode, knobs: Knobs, spread: Spread) -> Drawn:
+    """The same with torch's operators."""
     log_kept = torch.zeros_like(knobs.uniform)
     if mode is Mode.GREEDY:
         token = scores.max(dim=-1).indices  # the first of equals
     elif mode is Mode.PLAIN:
         token = _pick_plain(scores, spread, knobs)
     else:
-        token, log_kept = pick_truncated(scores, spread, knobs, kernels)
+        token, log_kept = pick_truncated(scores, spread, knobs)
     logprob = _logprob(scores, token, spread, knobs)
-    if mode is Mode.GREEDY:
-        log_kept = logprob
-    sampled = (logprob - log_kept).clamp(max=0.0)
-    policy_logprob = _logprob(raw, token, policy, knobs)
-    columns = [token, sampled, policy_logprob, log_kept, policy.peak[:, 0], spread.peak[:, 0]]
-    return torch.stack([column.double() for column in columns], dim=1), failures
+    return Drawn(token, logprob, logprob if mode is Mode.GREEDY else log_kept, spread.peak[:, 0])
 
 
 def _logprob(scores: Tensor, token: Tensor, spread: Spread, knobs: Knobs) -> Tensor:
     """log_softmax(scores / temperature) at the token, [C] float64; never the log of a softmax."""
     above = (scores.gather(1, token[:, None]).float() - spread.peak).double() / knobs.temperature
     return (above - spread.total.log())[:, 0]
-
-
-def _pick_compiled(raw: Tensor, knobs: Knobs, kernels: Kernels) -> Tensor:
-    """The table of :func:`_draw_chunk` for plain draws in one compiled call; :func:`_pick_plain` is its
-    twin."""
-    raw = raw if raw.dtype in SPREAD_DTYPES else raw.float()
-    token, logprob, peak = kernels.pick(raw, knobs.uniform, knobs.temperature[:, 0], BLOCK)
-    return torch.stack([token, logprob.clamp(max=0.0), logprob, torch.zeros_like(peak), peak, peak], dim=1)
 
 
 def _pick_plain(scores: Tensor, spread: Spread, knobs: Knobs) -> Tensor:

@@ -8,49 +8,23 @@ import math
 import torch
 from torch import Tensor
 
-from rollout.native import Kernels
-from rollout.spread import BLOCK, SPREAD_DTYPES, Knobs, Spread, invert
+from rollout.spread import Knobs, Spread, invert
 
 STAGES = (64, 1024, 8192)
 """Candidates tried for a truncated row before all V are sorted: a sort costs some 20 times topk(64)."""
-CANDIDATE_WIDTHS = (128, 1024, 8192)
-"""Most candidates of the rows that are worked on together, where the compiled kernels find them."""
 FOLD = 8
 """Tokens per group when candidates are sought: the best K tokens lie in the K best groups."""
 
 
-def pick_truncated(
-    scores: Tensor, spread: Spread, knobs: Knobs, kernels: Kernels | None
-) -> tuple[Tensor, Tensor]:
+def pick_truncated(scores: Tensor, spread: Spread, knobs: Knobs) -> tuple[Tensor, Tensor]:
     """Draw after top-k, top-p and min-p: tokens [C] int64 and log of the kept mass [C] float64.
 
-    The compiled kernels, where there are any, find the candidates of rows with top-k or top-p. The
-    others go through stages, each with more candidates, and end at the first that proves their kept set.
+    Goes through stages, each with more candidates; a row ends at the first that proves its kept set.
     """
     num_rows, vocab = scores.shape
     token = torch.zeros(num_rows, dtype=torch.int64, device=scores.device)
     log_kept = torch.zeros_like(knobs.uniform)
     todo = torch.arange(num_rows, device=scores.device)
-    if scores.dtype not in SPREAD_DTYPES:
-        scores = scores.float()
-    if kernels is not None:
-        ids, counts = _found_candidates(scores, spread, knobs, kernels)
-        low = 0
-        for width in CANDIDATE_WIDTHS:  # rows of about equal width together
-            rows = todo[(counts > low) & (counts <= width)]
-            low = width
-            if len(rows) == 0:
-                continue
-            some = ids[rows, :width]
-            is_candidate = torch.arange(some.shape[1]) < counts[rows, None]
-            some = some.where(is_candidate, 0)
-            values = scores[rows[:, None], some].float().where(is_candidate, -math.inf)
-            part = spread.at(rows), knobs.at(rows), counts[rows] == vocab
-            # proven already: the kernel found all that can be kept
-            token[rows], log_kept[rows], _ = _pick_among(values, some, *part, vocab)
-        todo = todo[counts <= 0]
-        if len(todo) == 0:
-            return token, log_kept
     scores = scores.float()
     for width in (*(stage for stage in STAGES if stage < vocab), vocab):
         if bool(((knobs.top_k[todo] >= width) & (knobs.top_k[todo] < vocab)).all()):
@@ -65,23 +39,6 @@ def pick_truncated(
         if len(todo) == 0:
             break
     return token, log_kept
-
-
-def _found_candidates(
-    scores: Tensor, spread: Spread, knobs: Knobs, kernels: Kernels
-) -> tuple[Tensor, Tensor]:
-    """See ``Kernels.candidates``; a row that it cannot serve (min-p alone, say) has the count -1."""
-    is_limited = knobs.top_k[:, 0] < scores.shape[1]
-    return kernels.candidates(
-        scores,
-        spread.peak[:, 0],
-        spread.mass,
-        knobs.temperature[:, 0],
-        knobs.top_k[:, 0].where(is_limited, 0),
-        knobs.top_p[:, 0],
-        BLOCK,
-        min(CANDIDATE_WIDTHS[-1], scores.shape[1]),
-    )
 
 
 def _candidates(scores: Tensor, width: int) -> Tensor:

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "results": {"types"},
     "processing": {"types"},
     "spread": {"native"},
-    "truncation": {"native", "spread"},
+    "truncation": {"spread"},
     "sampling": {"native", "noise", "processing", "spread", "transfer", "truncation", "types"},
     "capacity": {"config", "kv_cache", "sequence", "tables"},
     # the model

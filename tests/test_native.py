@@ -214,7 +214,8 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels: Kernels, dtype:
     def results() -> list[Tensor]:
         found = [kernels.attend(query, pages, pages, table, seen, 0.2)]
         found += [kernels.attend(query[:1], pages, pages, table[:1], seen[:1], 0.2)]
-        found += kernels.pick(logits, share, torch.ones(rows), 64)
+        for top_k in (torch.zeros(rows, dtype=torch.int64), torch.full((rows,), 9)):
+            found.append(kernels.pick(logits, share, torch.ones(rows), top_k, share + 0.1, 0 * share, 64))
         found += [] if panels is None else [panels.multiply(randn(90, 32, dtype=dtype, seed=2))]
         found += [] if wide is None else [wide.multiply(randn(33, 512, dtype=dtype, seed=2))]
         return found
@@ -301,7 +302,9 @@ def test_pick_is_the_token_in_whose_mass_the_share_falls(
     logits[:, 1:][torch.rand(len(shares), vocab - 1, generator=generator) < impossible] = -math.inf
     logits = logits.to(dtype)
     share, heat = torch.tensor(shares, dtype=torch.float64), torch.full((len(shares),), temperature)
-    token, logprob, peak = kernels.pick(logits, share, heat, 256)
+    nothing = torch.zeros(len(shares), dtype=torch.int64), share + 2, torch.zeros_like(share)
+    token, logprob, log_kept, peak = kernels.pick(logits, share, heat, *nothing, 256).unbind(dim=1)
+    assert (log_kept == 0).all()
     exact = torch.log_softmax(logits.double() / heat.double()[:, None], dim=-1)
     for i, (row, at) in enumerate(zip(exact, token.long().tolist(), strict=True)):
         upto = row.exp().cumsum(0)
@@ -314,7 +317,11 @@ def test_pick_is_the_token_in_whose_mass_the_share_falls(
 def test_pick_shows_what_is_not_finite(kernels: Kernels, dtype: torch.dtype) -> None:
     logits = torch.randn(4, 300).to(dtype)
     logits[0, 290], logits[1, 5], logits[2] = math.nan, math.inf, -math.inf
-    token, _, peak = kernels.pick(logits, torch.full((4,), 0.5, dtype=torch.float64), torch.ones(4), 256)
+    for limits in ({}, {"top_k": torch.full((4,), 3)}):
+        check_not_finite(*pick(kernels, logits, 0.5, **limits).unbind(dim=1))
+
+
+def check_not_finite(token: Tensor, _: Tensor, __: Tensor, peak: Tensor) -> None:
     assert peak[0].isnan() and peak[1] == math.inf and peak[2] == -math.inf and peak[3].isfinite()
     assert ((token >= 0) & (token < 300)).all()
 
@@ -322,14 +329,12 @@ def test_pick_shows_what_is_not_finite(kernels: Kernels, dtype: torch.dtype) -> 
 def test_pick_stays_where_there_is_mass_when_the_share_is_rounded_to_all(kernels: Kernels) -> None:
     logits = torch.full((1, 700), -math.inf)
     logits[0, [3, 300, 310]] = 0.0
-    almost = torch.tensor([math.nextafter(1, 0)], dtype=torch.float64)
-    token, logprob, _ = kernels.pick(logits, almost, torch.ones(1), 256)
+    token, logprob, *_ = pick(kernels, logits, math.nextafter(1, 0))[0].tolist()
     assert token == 310 and logprob == pytest.approx(-math.log(3))
-    token, *_ = kernels.pick(logits, torch.zeros(1, dtype=torch.float64), torch.ones(1), 256)
-    assert token == 3
+    assert pick(kernels, logits, 0.0)[0, 0] == 3
 
 
-@settings(max_examples=80)
+@settings(max_examples=150)
 @given(
     data=st.data(),
     vocab=st.integers(1, 700),
@@ -337,60 +342,89 @@ def test_pick_stays_where_there_is_mass_when_the_share_is_rounded_to_all(kernels
     step=st.sampled_from([0.0, 0.5]),
     scale=st.sampled_from([0.1, 2.0, 30.0]),
 )
-def test_candidates_hold_all_that_is_kept(
+def test_limited_picks_are_among_what_is_kept(
     kernels: Kernels, data: st.DataObject, vocab: int, dtype: torch.dtype, step: float, scale: float
 ) -> None:
-    rows, most = 4, 96
+    rows = 4
+
+    def some(values: list[float], dtype: torch.dtype) -> Tensor:
+        drawn = data.draw(st.lists(st.sampled_from(values), min_size=rows, max_size=rows))
+        return torch.tensor(drawn, dtype=dtype)
+
     logits = randn(rows, vocab, dtype=dtype, seed=data.draw(st.integers(0, 999))) * scale
     if step:
         logits = (logits / step).round() * step  # many equal ones
-    heat = torch.tensor(data.draw(st.lists(st.sampled_from([1.0, 0.7, 3.0]), min_size=rows, max_size=rows)))
-    top_k = torch.tensor(data.draw(st.lists(st.integers(0, 60), min_size=rows, max_size=rows)))
-    top_p = torch.tensor(
-        data.draw(st.lists(st.sampled_from([0.1, 0.9, 0.999]), min_size=rows, max_size=rows)),
-        dtype=torch.float64,
-    )
-    peak, mass = kernels.spread(logits, heat, 64)
-    ids, counts = kernels.candidates(logits, peak, mass, heat, top_k, top_p, 64, most)
+    heat = some([1.0, 0.7, 3.0], torch.float32)
+    top_k = some([0, 0, 1, 5, 60], torch.int64).where(torch.tensor(vocab > 60), 0)
+    top_p = some([0.1, 0.9, 0.999, math.inf], torch.float64)
+    min_p = some([0.0, 0.0, 0.05], torch.float64)
+    share = some([0.0, 0.3, 0.8, math.nextafter(1, 0)], torch.float64)
+    found = kernels.pick(logits, share, heat, top_k, top_p, min_p, 64)
     for row in range(rows):
-        scaled = (logits[row].float() / heat[row]).double()
+        token, logprob, log_kept, peak = found[row].tolist()
+        scaled = logits[row].float() / heat[row]
+        if token == -1:
+            # min-p alone, or the k-th is very far from the first
+            assert (top_k[row] == 0 and top_p[row] > 1) or (top_k[row] > 5 and scale > 2)
+            continue
+        exact = torch.log_softmax(scaled.double(), dim=-1)
+        weights = (scaled - scaled.max()).double().exp()
         ranked = sorted(range(vocab), key=lambda i: (-float(logits[row, i]), i))
         if top_k[row]:
-            kth = scaled[ranked[min(int(top_k[row]), vocab) - 1]]
-            kept = {i for i in range(vocab) if scaled[i] >= kth}
-        else:
-            probabilities = torch.softmax(scaled, dim=-1)
-            before, kept = 0.0, set()
-            for i in ranked:
-                if before < top_p[row]:
-                    kept.add(i)
-                before += float(probabilities[i])
-        count = int(counts[row])
-        if count == -1:  # given up: too many, or flat all the way down
-            continue
-        assert ids[row, :count].tolist() == ranked[:count]
-        assert kept <= set(ranked[:count])
+            ranked = [i for i in ranked if scaled[i] >= scaled[ranked[int(top_k[row]) - 1]]]
+        total = float(weights[ranked].sum())
+        sure, possible, before = [], [], 0.0  # a sum that ends on a limit may be on either side of it
+        for i in ranked:
+            if before < float(top_p[row]) * total * (1 + 1e-5) and weights[i] >= float(min_p[row]) * (
+                1 - 1e-5
+            ):
+                possible.append(i)
+            if before < float(top_p[row]) * total * (1 - 1e-5) and weights[i] >= float(min_p[row]) * (
+                1 + 1e-5
+            ):
+                sure.append(i)
+            before += float(weights[i])
+        assert int(token) in possible and peak == logits[row].max()
+        assert logprob == pytest.approx(float(exact[int(token)]), abs=1e-5, rel=1e-5)
+        masses = [float(exact[each].exp().sum()) if each else 0.0 for each in (sure, possible)]
+        assert masses[0] - 1e-5 <= math.exp(log_kept) <= masses[1] + 1e-5
+        if sure == possible and not (top_k[row] == 0 and top_p[row] > 1 and min_p[row] == 0):
+            upto = exact[sure].exp().cumsum(0) / exact[sure].exp().sum()
+            at = sure.index(int(token))
+            assert upto[at] - exact[int(token)].exp() / masses[0] - 1e-5 <= share[row] <= upto[at] + 1e-5
 
 
-def test_candidates_at_an_extreme_temperature_stay_inside_the_vocabulary(kernels: Kernels) -> None:
+def pick(kernels: Kernels, logits: Tensor, share: float, heat: float = 1.0, **limits: Tensor) -> Tensor:
+    rows = len(logits)
+    return kernels.pick(
+        logits,
+        torch.full((rows,), share, dtype=torch.float64),
+        torch.full((rows,), heat),
+        limits.get("top_k", torch.zeros(rows, dtype=torch.int64)),
+        limits.get("top_p", torch.full((rows,), math.inf, dtype=torch.float64)),
+        torch.zeros(rows, dtype=torch.float64),
+        256,
+    )
+
+
+def test_limited_picks_at_an_extreme_temperature_stay_inside_the_vocabulary(kernels: Kernels) -> None:
     logits = torch.full((1, 70), -torch.inf)
     logits[0, :5] = torch.arange(5.0)
-    heat = torch.tensor([3e38])
-    peak, mass = kernels.spread(logits, heat, 64)
     for top_k in (3, 50):
-        limits = torch.tensor([top_k]), torch.tensor([torch.inf], dtype=torch.float64)
-        ids, counts = kernels.candidates(logits, peak, mass, heat, *limits, 64, 64)
-        assert counts[0] == -1 or ids[0, : counts[0]].max() < 5
+        for share in (0.0, 0.5, math.nextafter(1, 0)):
+            token = pick(kernels, logits, share, 3e38, top_k=torch.tensor([top_k]))[0, 0]
+            assert token == -1 or 0 <= token < 5
 
 
-def test_candidates_are_found_for_what_models_say(kernels: Kernels) -> None:
+def test_limited_picks_are_found_for_what_models_say(kernels: Kernels) -> None:
     """Giving up is allowed, so it must be shown that it is rare: here 40 tokens share the mass."""
     logits = randn(8, 50_000)
     logits[:, 1000:1040] += 12
-    peak, mass = kernels.spread(logits, torch.ones(8), 256)
-    top_k, top_p = torch.tensor([0, 0, 0, 0, 1, 10, 50, 200]), torch.full((8,), 0.9, dtype=torch.float64)
-    _, counts = kernels.candidates(logits, peak, mass, torch.ones(8), top_k, top_p, 256, 1024)
-    assert (counts > 0).all() and (counts[:6] <= 80).all() and counts[7] >= 200
+    top_k = torch.tensor([0, 0, 0, 0, 1, 10, 50, 200])
+    top_p = torch.full((8,), 0.9, dtype=torch.float64)
+    found = pick(kernels, logits, 0.5, top_k=top_k, top_p=top_p)[:, 0]
+    assert ((found >= 1000) & (found < 1040)).all()
+    assert (pick(kernels, randn(2, 50_000) * 0.1, 0.5, top_p=top_p[:2])[:, 0] >= 0).all()  # flat
 
 
 def test_timing_adds_up_by_function_and_ends(kernels: Kernels) -> None:

@@ -66,18 +66,10 @@ void rollout_spread(int kind, float* peak, float* mass, const void* x, int64_t s
 }
 
 void rollout_pick(int kind, Pick* picks, const void* x, int64_t stride, const double* share,
-                  const float* temperature, int64_t rows, int64_t vocab, int64_t block) {
-    if (kind == 0) pick(picks, (const float*)x, stride, share, temperature, rows, vocab, block);
-    else pick(picks, (const bf16*)x, stride, share, temperature, rows, vocab, block);
-}
-
-void rollout_candidates(int kind, int64_t* ids, int64_t* counts, const void* x, int64_t stride,
-                        const float* mass, const float* peak, const float* temperature, const double* total,
-                        const int64_t* top_k, const double* top_p, int64_t rows, int64_t vocab, int64_t block,
-                        int64_t most) {
+                  const float* temperature, const int64_t* top_k, const double* top_p, const double* min_p,
+                  int64_t rows, int64_t vocab, int64_t block) {
     auto run = [&](auto* typed) {
-        candidates(ids, counts, typed, stride, mass, peak, temperature, total, top_k, top_p, rows, vocab,
-                   block, most);
+        pick(picks, typed, stride, share, temperature, top_k, top_p, min_p, rows, vocab, block);
     };
     if (kind == 0) run((const float*)x);
     else run((const bf16*)x);

@@ -241,95 +241,56 @@ class Kernels:
         return peak, mass
 
     def pick(
-        self, logits: Tensor, share: Tensor, temperature: Tensor, block: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw a token of each row by its probability.
+        self,
+        logits: Tensor,
+        share: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        block: int,
+    ) -> Tensor:
+        """Draw a token of each row by its probability, among those that its limits keep.
 
         Args:
             logits: [R, V] float32 or bfloat16, rows may lie apart.
-            share: [R] float64 in [0, 1): the first token is drawn at which the mass so far, in the order
-                of the vocabulary, is above that share of the whole.
+            share: [R] float64 in [0, 1): the first token is drawn at which the mass so far is above that
+                share of what is kept; in the order of the vocabulary, or by rank where a limit is set.
             temperature: [R] float32, above 0.
+            top_k: [R] int64: that many tokens and those equal to the last; 0 for no such limit.
+            top_p: [R] float64: the most likely tokens of that share of the mass; above 1 for no such limit.
+            min_p: [R] float64: tokens of at least that share of the most likely one's probability.
             block: tokens whose mass is summed up as one, a multiple of 16.
 
-        Returns tokens [R] float64, their ``log_softmax(logits / temperature)`` [R] float64, and the
-        highest logits [R] float64; of a row that holds a NaN, the last two are NaN.
+        Returns [R, 4] float64: the token, its ``log_softmax(logits / temperature)``, the log of the kept
+        mass, and the highest logit (NaN where the row holds one; nothing else counts then). The token is -1
+        where it was not found: under min-p alone, or where top-k keeps tokens whose probability is 0 in
+        float32.
         """
         rows, vocab = logits.shape
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        share, temperature = share.contiguous(), temperature.contiguous()
+        given = [each.contiguous() for each in (share, temperature, top_k, top_p, min_p)]
         assert logits.device.type == "cpu" and block % LANES == 0
-        assert temperature.shape == share.shape == (rows,)
-        assert temperature.dtype == torch.float32 and share.dtype == torch.float64
-        picks = torch.empty((rows, 3), dtype=torch.float64)
+        assert all(each.shape == (rows,) for each in given)
+        assert [each.dtype for each in given] == [
+            torch.float64,
+            torch.float32,
+            torch.int64,
+            torch.float64,
+            torch.float64,
+        ]
+        picks = torch.empty((rows, 4), dtype=torch.float64)
         self._library["pick"](
             _kind(logits.dtype, logits.dtype),
             picks.data_ptr(),
             logits.data_ptr(),
             logits.stride(0),
-            share.data_ptr(),
-            temperature.data_ptr(),
+            *(each.data_ptr() for each in given),
             rows,
             vocab,
             block,
         )
-        token, logprob, peak = picks.unbind(dim=1)
-        return token, logprob, peak
-
-    def candidates(
-        self,
-        logits: Tensor,
-        peak: Tensor,
-        mass: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        block: int,
-        most: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens among which are all that a truncated draw may pick, the most likely first.
-
-        Args:
-            logits: [R, V] float32 or bfloat16, rows may lie apart.
-            peak, mass: of :meth:`spread`, [R] and [R, B] float32, at the same temperature and block.
-            temperature: [R] float32, above 0.
-            top_k: [R] int64: that many tokens and those equal to the last; 0 for no such limit.
-            top_p: [R] float64: where ``top_k`` is 0, tokens of that share of the mass.
-            most: candidates per row at the most.
-
-        Returns ids [R, most] int64, of which the first ``counts`` [R] int64 count; equal logits come by
-        rising id. A count is -1 where ``most`` are not enough.
-        """
-        rows, vocab = logits.shape
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        assert (
-            logits.device.type == "cpu" and mass.is_contiguous() and mass.dtype == peak.dtype == torch.float32
-        )
-        assert mass.shape == (rows, -(-vocab // block))
-        temperature, peak = temperature.contiguous(), peak.contiguous()
-        top_k, top_p, total = top_k.contiguous(), top_p.contiguous(), mass.sum(dim=-1, dtype=torch.float64)
-        assert temperature.shape == peak.shape == top_k.shape == top_p.shape == (rows,)
-        assert top_k.dtype == torch.int64 and top_p.dtype == torch.float64
-        ids = torch.empty((rows, most), dtype=torch.int64)
-        counts = torch.empty(rows, dtype=torch.int64)
-        self._library["candidates"](
-            _kind(logits.dtype, logits.dtype),
-            ids.data_ptr(),
-            counts.data_ptr(),
-            logits.data_ptr(),
-            logits.stride(0),
-            mass.data_ptr(),
-            peak.data_ptr(),
-            temperature.data_ptr(),
-            total.data_ptr(),
-            top_k.data_ptr(),
-            top_p.data_ptr(),
-            rows,
-            vocab,
-            block,
-            most,
-        )
-        return ids, counts
+        return picks
 
 
 def chosen_kernels(mode: bool | str, device: torch.device) -> Kernels | None:

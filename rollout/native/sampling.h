@@ -58,15 +58,41 @@ static void spread(float* peak, float* mass, const T* x, int64_t stride, const f
         peak[r] = spread_row(mass + r * blocks, x + r * stride, temperature[r], vocab, block);
 }
 
-// A token drawn by its weight: the first at which the sum of the weights so far, in the order of the
-// vocabulary, is above `share` of them all.
+// What limits a draw: the top_k most likely tokens and those equal to the last (0: no limit), the most likely
+// ones of mass top_p (above 1: no limit), those of at least min_p of the most likely one's weight.
+struct Limits {
+    int64_t top_k;
+    double top_p, min_p;
+
+    bool are_none() const { return top_k == 0 && top_p > 1 && min_p <= 0; }
+};
+
+// A drawn token, -1 where the limits are such that it was not found; its log_softmax; the log of the mass
+// that the limits keep; the highest logit.
 struct Pick {
-    double token, logprob, peak;
+    double token, logprob, log_kept, peak;
+};
+
+// Logits of a row and what is known of them.
+template <class T>
+struct Row {
+    const T* x;
+    float heat;
+    int64_t vocab, block;
+    float peak;
+    double total;       // of exp((x - peak) / heat)
+    const float* mass;  // of each block
+
+    Pick picked(int64_t token, double log_kept) const {
+        const double above = double(read(x, token, vocab)[0] - peak) / heat;
+        return {double(token), above - std::log(total), log_kept, peak};
+    }
 };
 
 // First of `count` entries at which the sum of all so far, from `before` on, is above the target; the last
 // that has weight where rounding lifted the target to the total. `before` becomes the sum in front of it.
-static inline int64_t find(const float* weights, int64_t count, double target, double& before) {
+template <class W>
+static inline int64_t find(const W* weights, int64_t count, double target, double& before) {
     int64_t found = 0;
     double total = before;
     for (int64_t i = 0; i < count && total <= target; i++)
@@ -77,40 +103,55 @@ static inline int64_t find(const float* weights, int64_t count, double target, d
     return found;
 }
 
+// The first token at which the mass so far, in the order of the vocabulary, is above `share` of it all.
 template <class T>
-static Pick pick_row(float* mass, const T* x, double share, float heat, int64_t vocab, int64_t block) {
-    const float peak = spread_row(mass, x, heat, vocab, block);
-    double total = 0, below = 0;
-    for (int64_t b = 0; b * block < vocab; b++) total += mass[b];
-    const int64_t begin = find(mass, (vocab + block - 1) / block, share * total, below) * block;
-    const int64_t end = std::min(vocab, begin + block);
-    float* weights = mass;  // of the tokens in the block: the blocks' masses are not needed any more
+static Pick pick_of_all(const Row<T>& row, double share, float* weights) {
+    double below = 0;
+    const double target = share * row.total;
+    const int64_t blocks = (row.vocab + row.block - 1) / row.block;
+    const int64_t begin = find(row.mass, blocks, target, below) * row.block;
+    const int64_t end = std::min(row.vocab, begin + row.block);
     for (int64_t i = begin; i < end; i += LANES)
-        store(weights + i - begin, weights_at(x, i, vocab, peak, heat));
-    const int64_t token = begin + find(weights, end - begin, share * total, below);
-    const vf at_token = read(x, token, vocab);
-    return {double(token), double(at_token[0] - peak) / heat - std::log(total), peak};
+        store(weights + i - begin, weights_at(row.x, i, row.vocab, row.peak, row.heat));
+    return row.picked(begin + find(weights, end - begin, target, below), 0);
 }
 
-// Picks [R] from rows of x [R, V] with shares [R] in [0, 1); see Pick.
-template <class T>
-static void pick(Pick* picks, const T* x, int64_t stride, const double* share, const float* temperature,
-                 int64_t rows, int64_t vocab, int64_t block) {
-    const int64_t room = std::max((vocab + block - 1) / block, block);
-#pragma omp parallel if (rows > 1)
-    {
-        std::vector<float> mass(room);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t r = 0; r < rows; r++)
-            picks[r] = pick_row(mass.data(), x + r * stride, share[r], temperature[r], vocab, block);
+// Logits and ids of some tokens; the logits filled up to whole vectors with -inf.
+struct Candidates {
+    std::vector<float> values;
+    std::vector<int32_t> ids;
+    std::vector<double> weights;
+
+    void keep(float value, int64_t id) {
+        values.push_back(value);
+        ids.push_back(int32_t(id));
     }
-}
-
-// A draw's limits: the top_k most likely tokens (0: all), the most likely ones of mass top_p (0: all).
-struct Limit {
-    int64_t top_k;
-    double top_p;
+    int64_t size() const { return int64_t(ids.size()); }
 };
+
+// How far below the peak candidates are sought, times the heat: as far as weights are above 0.
+constexpr float FIRST_REACH = 6, LAST_REACH = 90;
+
+// Tokens not more than `reach` below the peak, in the order of the vocabulary. Blocks whose whole mass is
+// below that of one such token are passed over.
+template <class T>
+static void collect(Candidates& found, const Row<T>& row, float reach) {
+    found.values.clear();
+    found.ids.clear();
+    float lowest = row.peak - row.heat * reach;
+    lowest -= std::abs(lowest) * 1e-6f;  // who is equal after the division by the heat comes, too
+    const float least = 0.99f * std::exp(-reach);
+    for (int64_t b = 0; b * row.block < row.vocab; b++) {
+        if (row.mass[b] < least) continue;
+        for (int64_t i = b * row.block; i < std::min(row.vocab, (b + 1) * row.block); i += LANES) {
+            const vf v = read(row.x, i, row.vocab);
+            if (!(highest(v) >= lowest)) continue;
+            for (int j = 0; j < LANES; j++)
+                if (v[j] >= lowest && v[j] > -INFINITY) found.keep(v[j], i + j);
+        }
+    }
+    found.values.resize((found.size() + LANES - 1) / LANES * LANES, -INFINITY);
+}
 
 // Tokens and mass at or above each of LEVELS falling thresholds.
 constexpr int LEVELS = 8;
@@ -119,22 +160,15 @@ struct Census {
     double mass[LEVELS];
 };
 
-// Blocks whose whole mass is below that of one token at the lowest threshold are passed over.
-template <class T>
-static Census take_census(const T* x, const float* block_mass, const float* gap, float peak, float heat,
-                          int64_t vocab, int64_t block) {
+static inline Census take_census(const std::vector<float>& values, const float* gap, float peak, float heat) {
     vf mass[LEVELS] = {};
     vi count[LEVELS] = {};
-    const float least = 0.99f * std::exp(-gap[LEVELS - 1]);
-    for (int64_t b = 0; b * block < vocab; b++) {
-        if (block_mass[b] < least) continue;
-        for (int64_t i = b * block; i < std::min(vocab, (b + 1) * block); i += LANES) {
-            const vf v = read(x, i, vocab), weight = exp((v - peak) / heat);
-            for (int l = 0; l < LEVELS; l++) {
-                const vi is_in = (v >= splat(peak - heat * gap[l])) & (v > splat(-INFINITY));
-                mass[l] += is_in ? weight : splat(0.0f);
-                count[l] -= is_in;  // true is -1
-            }
+    for (size_t i = 0; i < values.size(); i += LANES) {
+        const vf v = load(&values[i]), weight = exp((v - peak) / heat);
+        for (int l = 0; l < LEVELS; l++) {
+            const vi is_in = (v >= splat(peak - heat * gap[l])) & (v > splat(-INFINITY));
+            mass[l] += is_in ? weight : splat(0.0f);
+            count[l] -= is_in;  // true is -1
         }
     }
     Census census = {};
@@ -145,55 +179,107 @@ static Census take_census(const T* x, const float* block_mass, const float* gap,
     return census;
 }
 
-// Ids of tokens among which are all that the limit keeps, the most likely first and among equals the
-// lowest id; returns how many, or -1 where they are more than `most` or the distribution is too flat.
-// The threshold is narrowed down by censuses: eight gaps below the peak, then eight between two of them.
-template <class T>
-static int64_t find_candidates(int64_t* ids, const T* x, const float* block_mass, float peak, float heat,
-                               Limit limit, double total, int64_t vocab, int64_t block, int64_t most) {
-    if (limit.top_k == 0 && limit.top_p >= 1) return -1;
-    const int64_t enough = std::max<int64_t>(64, 2 * limit.top_k);
-    float gap[LEVELS] = {0.5f, 1, 2, 3.5f, 5.5f, 8, 11, 15}, low = 0, high = -1;
+// How far below the peak the tokens reach that the limits keep, not much more; -1 where the candidates, which
+// are those within `reach`, are not enough. Thresholds close in on it by censuses.
+static inline float narrow(const Candidates& found, float reach, float peak, float heat, const Limits& limits,
+                           double total) {
+    const int64_t enough = std::max<int64_t>(64, 2 * limits.top_k);
+    float low = 0, high = -1, gap[LEVELS];
     for (int pass = 0; pass < 4; pass++) {
-        const Census census = take_census(x, block_mass, gap, peak, heat, vocab, block);
+        const float top = pass == 0 ? reach : high;
+        for (int i = 0; i < LEVELS; i++) gap[i] = low + (top - low) * (i + 1) / LEVELS;
+        const Census census = take_census(found.values, gap, peak, heat);
         int l = 0;
-        // the margin covers the rounding of float32 sums: whoever draws adds up in float64
-        while (l < LEVELS && (limit.top_k ? census.count[l] < limit.top_k
-                                          : census.mass[l] < limit.top_p * total * (1 + 1e-5)))
+        // the margin covers the rounding of float32 sums: the draw adds up in float64
+        while (l < LEVELS && (limits.top_k ? census.count[l] < limits.top_k
+                                           : census.mass[l] < limits.top_p * total * (1 + 1e-5)))
             l++;
         if (l == LEVELS) break;  // only in the first pass, or by a hair
         high = gap[l];
         if (l > 0) low = gap[l - 1];
         if (census.count[l] <= enough) break;
-        for (int i = 0; i < LEVELS; i++) gap[i] = low + (high - low) * (i + 1) / LEVELS;
     }
-    if (high < 0) return -1;
-    float lowest = peak - heat * high;
-    lowest -= std::abs(lowest) * 1e-6f;  // who is equal after the division by the temperature comes, too
-    const float least = 0.99f * std::exp(-high);
-    std::vector<std::pair<float, int64_t>> found;
-    for (int64_t b = 0; b * block < vocab; b++) {
-        if (block_mass[b] < least) continue;
-        for (int64_t i = b * block; i < std::min(vocab, (b + 1) * block); i += LANES) {
-            const vf v = read(x, i, vocab);
-            for (int j = 0; j < LANES; j++)
-                if (v[j] >= lowest && v[j] > -INFINITY) found.emplace_back(-v[j], i + j);
-        }
-        if (int64_t(found.size()) > most) return -1;
-    }
-    std::sort(found.begin(), found.end());
-    for (size_t i = 0; i < found.size(); i++) ids[i] = found[i].second;
-    return int64_t(found.size());
+    return high;
 }
 
-// For each row of x [R, V]: its candidates to ids [R, W] and their number to counts [R].
+// Candidates not more than `gap` below the peak, the most likely first and among equals the lowest id, with
+// their weights.
+static inline void rank(Candidates& found, float gap, float peak, float heat) {
+    float lowest = peak - heat * gap;
+    lowest -= std::abs(lowest) * 1e-6f;
+    std::vector<std::pair<float, int32_t>> order;
+    for (int64_t i = 0; i < found.size(); i++)
+        if (found.values[i] >= lowest) order.emplace_back(-found.values[i], found.ids[i]);
+    std::sort(order.begin(), order.end());
+    found.values.assign((order.size() + LANES - 1) / LANES * LANES, -INFINITY);
+    found.ids.resize(order.size());
+    for (size_t i = 0; i < order.size(); i++) {
+        found.values[i] = -order[i].first;
+        found.ids[i] = order[i].second;
+    }
+    found.weights.resize(found.values.size());
+    for (size_t i = 0; i < found.values.size(); i += LANES) {
+        const vf weight = exp((load(&found.values[i]) - peak) / heat);
+        for (int j = 0; j < LANES; j++) found.weights[i + j] = weight[j];
+    }
+}
+
+// Draws from ranked candidates, among which are all that the limits keep. As in transformers, top-p is of the
+// mass that top-k leaves, and ties are those after the division by the heat.
 template <class T>
-static void candidates(int64_t* ids, int64_t* counts, const T* x, int64_t stride, const float* mass,
-                       const float* peak, const float* temperature, const double* total, const int64_t* top_k,
-                       const double* top_p, int64_t rows, int64_t vocab, int64_t block, int64_t most) {
-    const int64_t blocks = (vocab + block - 1) / block;
-#pragma omp parallel for schedule(dynamic, 1) if (rows > 1)
-    for (int64_t r = 0; r < rows; r++)
-        counts[r] = find_candidates(ids + r * most, x + r * stride, mass + r * blocks, peak[r], temperature[r],
-                                    Limit{top_k[r], top_p[r]}, total[r], vocab, block, most);
+static Pick pick_of_ranked(const Row<T>& row, double share, const Limits& limits, Candidates& found) {
+    const int64_t count = found.size();
+    const bool is_all = count == row.vocab;
+    const float kth =
+        limits.top_k ? found.values[std::min(limits.top_k, count) - 1] / row.heat : -INFINITY;
+    int64_t in_top_k = 0;
+    double mass = 0, before = 0, kept = 0;
+    while (in_top_k < count && found.values[in_top_k] / row.heat >= kth) mass += found.weights[in_top_k++];
+    if (!limits.top_k && !is_all) mass = row.total;
+    int64_t end = 0;  // of those that are kept: weights fall
+    for (; end < in_top_k && before < limits.top_p * mass && found.weights[end] >= limits.min_p; end++) {
+        before += found.weights[end];
+        kept += found.weights[end];
+    }
+    double below = 0;
+    const int64_t place = find(found.weights.data(), end, share * kept, below);
+    const bool is_cut = end < count || !is_all;
+    return row.picked(found.ids[place], is_cut ? std::min(0.0, std::log(kept / row.total)) : 0);
+}
+
+template <class T>
+static Pick pick_row(Row<T> row, float* mass, float* weights, double share, const Limits& limits,
+                     Candidates& found) {
+    row.peak = spread_row(mass, row.x, row.heat, row.vocab, row.block);
+    row.mass = mass;
+    row.total = 0;
+    for (int64_t b = 0; b * row.block < row.vocab; b++) row.total += mass[b];
+    if (limits.are_none() || !std::isfinite(row.peak)) return pick_of_all(row, share, weights);
+    if (limits.top_k > 0 || limits.top_p <= 1)
+        for (float reach = FIRST_REACH; reach < LAST_REACH; reach *= 1.5f) {
+            collect(found, row, reach);
+            const float gap = narrow(found, reach, row.peak, row.heat, limits, row.total);
+            if (gap < 0) continue;
+            rank(found, gap, row.peak, row.heat);
+            return pick_of_ranked(row, share, limits, found);
+        }
+    return {-1, 0, 0, row.peak};
+}
+
+// Picks [R] from rows of x [R, V] (`stride` elements apart) with shares [R] in [0, 1) and limits [R] each.
+template <class T>
+static void pick(Pick* picks, const T* x, int64_t stride, const double* share, const float* temperature,
+                 const int64_t* top_k, const double* top_p, const double* min_p, int64_t rows, int64_t vocab,
+                 int64_t block) {
+#pragma omp parallel if (rows > 1)
+    {
+        std::vector<float> mass((vocab + block - 1) / block), weights(block);
+        Candidates found;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t r = 0; r < rows; r++) {
+            const Row<T> row{x + r * stride, temperature[r], vocab, block, 0, 0, nullptr};
+            const Limits limits{top_k[r], top_p[r], min_p[r]};
+            picks[r] = pick_row(row, mass.data(), weights.data(), share[r], limits, found);
+        }
+    }
 }
