@@ -20,38 +20,45 @@ constexpr int CHUNK_UNITS = 1024;    // of a panel at once: 128 KB, so that this
 constexpr int CLASHING_UNITS = 512, MOST_CLASHING_ROWS = 6;  // of a cache of 8 ways of 4 KB
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 16;
 
+// Sums [rows, PANEL] plus a bias [PANEL] or null to out, `width` of each.
+template <class T>
+static inline void write_sums(T* out, int64_t out_stride, const float* sums, int64_t rows, const T* bias,
+                              int64_t width) {
+    const vf low = bias ? load(bias) : vf{}, high = bias ? load(bias + LANES) : vf{};
+    for (int64_t r = 0; r < rows; r++, sums += PANEL, out += out_stride) {
+        T last[PANEL], *to = width == PANEL ? out : last;
+        store(to, load(sums) + low);
+        store(to + LANES, load(sums + LANES) + high);
+        if (to == last) std::memcpy(out, last, width * sizeof(T));
+    }
+}
+
 // out [rows of the blocks from `first` to `end`, columns of one panel]. While one chunk of the panel is
 // multiplied, the following one is fetched, at last what `next` begins with.
 template <class T, class Sums>
 static void multiply_panel(T* out, const RowBlocks& in, int64_t first, int64_t end, const PanelMatrix& matrix,
                            int64_t panel, const unit* next) {
     alignas(64) float sums[GROUP_ROWS * PANEL];  // [end - first, height, PANEL]
-    const int64_t column = panel * PANEL;
+    const int64_t column = panel * PANEL, width = std::min<int64_t>(PANEL, matrix.outer - column);
     const unit* weights = matrix.panel<T>(panel);
-    const T* bias = static_cast<const T*>(matrix.bias);
+    const T* bias = matrix.bias ? static_cast<const T*>(matrix.bias) + column : nullptr;
+    const int64_t fetching = std::min<int64_t>(end - first, Sums::FETCHING_BLOCKS);
     for (int64_t from = 0; from < in.units; from += CHUNK_UNITS) {
         const int64_t units = std::min<int64_t>(CHUNK_UNITS, in.units - from);
-        const unit* chunk = weights + from * PANEL;
-        const unit* ahead = from + units < in.units ? chunk + units * PANEL : next;
-        const int64_t fetching = std::min<int64_t>(end - first, Sums::FETCHING_BLOCKS);
-        for (int64_t block = first; block < end;) {
+        const bool is_new = from == 0, is_done = from + units == in.units;
+        const unit *chunk = weights + from * PANEL, *ahead = is_done ? next : chunk + units * PANEL;
+        for (int64_t block = first; block < end; block += Sums::BLOCKS) {
             const int64_t part = block - first, count = std::min<int64_t>(Sums::BLOCKS, end - block);
-            const bool fetches = part < fetching;
-            const int64_t share = fetches ? PANEL * sizeof(unit) * count / fetching : 0;
-            Sums::add(sums + part * in.height * PANEL, from == 0, in, block, count, from, units, chunk,
+            const int64_t share = part < fetching ? PANEL * sizeof(unit) * count / fetching : 0;
+            // sums that are finished at once always lie in the same place, so in the L1 cache
+            float* of_block = sums + (is_new && is_done ? 0 : part * in.height * PANEL);
+            Sums::add(of_block, is_new, in, block, count, from, units, chunk,
                       Ahead{reinterpret_cast<const char*>(ahead) + part * share / count * units, share});
-            block += count;
-        }
-    }
-    const int64_t width = std::min<int64_t>(PANEL, matrix.outer - column);
-    const vf low = bias ? load(bias + column) : vf{}, high = bias ? load(bias + column + LANES) : vf{};
-    for (int64_t block = first; block < end; block++) {
-        const float* from = sums + ((block - first) * in.height - in.begin(block)) * PANEL;
-        for (int64_t r = block * in.height; r < std::min((block + 1) * in.height, in.rows); r++) {
-            T last[PANEL], *to = out + r * matrix.outer + column, *whole = width == PANEL ? to : last;
-            store(whole, load(from + r * PANEL) + low);
-            store(whole + LANES, load(from + r * PANEL + LANES) + high);
-            if (whole == last) std::memcpy(to, last, width * sizeof(T));
+            for (int64_t b = block; is_done && b < block + count; b++) {
+                const int64_t row = b * in.height, of_b = (b - block) * in.height + row - in.begin(b);
+                write_sums(out + row * matrix.outer + column, matrix.outer, of_block + of_b * PANEL,
+                           std::min(in.height, in.rows - row), bias, width);
+            }
         }
     }
 }
