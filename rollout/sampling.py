@@ -20,7 +20,7 @@ from torch import Tensor
 from rollout.native import Kernels
 from rollout.noise import uniforms
 from rollout.processing import SamplingRow, process
-from rollout.spread import BLOCK, SPREAD_DTYPES, Knobs, Spread, Spreader, invert
+from rollout.spread import BLOCK, Knobs, Spread, Spreader, invert, readable
 from rollout.transfer import Readback, upload
 from rollout.truncation import pick_truncated
 from rollout.types import DrawnToken, NonFiniteLogits
@@ -202,7 +202,7 @@ class Drawn(NamedTuple):
     token: Tensor  # [C] int64
     logprob: Tensor  # [C] float64, of all tokens: before any limit
     log_kept: Tensor  # [C] float64, log of the mass that the limits keep
-    peak: Tensor  # [C], of the scores; not finite where there is nothing to draw
+    peak: Tensor  # [C] float32 or float64, of the scores; not finite where there is nothing to draw
 
 
 def _draw_chunk(
@@ -231,23 +231,15 @@ def _draw_chunk(
 
 
 def _pick(scores: Tensor, mode: Mode, knobs: Knobs, spread_of: Spreader, heated: bool) -> Drawn:
-    """A token of each row of ``scores`` [C, V], in compiled code where that can find it."""
+    """A token of each row of ``scores`` [C, V], in compiled code where there is any."""
     if spread_of.kernels is None or mode is Mode.GREEDY:
         return _pick_in_torch(scores, mode, knobs, spread_of(scores, knobs, heated))
-    scores = scores if scores.dtype in SPREAD_DTYPES else scores.float()
-    top_k, vocab = knobs.top_k[:, 0], scores.shape[1]
-    limits = top_k.where(top_k < vocab, 0), knobs.top_p[:, 0], knobs.min_p[:, 0]
-    found = spread_of.kernels.pick(scores, knobs.uniform, knobs.temperature[:, 0], *limits, BLOCK)
+    top_k = knobs.top_k[:, 0]
+    limits = top_k.where(top_k < scores.shape[1], 0), knobs.top_p[:, 0], knobs.min_p[:, 0]
+    temperature = knobs.temperature[:, 0]
+    found = spread_of.kernels.pick(readable(scores), knobs.uniform, temperature, *limits, BLOCK)
     token, logprob, log_kept, peak = found.unbind(dim=1)
-    drawn = Drawn(token.long(), logprob, log_kept, peak)
-    missing = (token < 0).nonzero()[:, 0]
-    if len(missing) == 0:
-        return drawn
-    rest, part = scores[missing], knobs.at(missing)
-    others = _pick_in_torch(rest, mode, part, spread_of(rest, part, heated))
-    return Drawn(
-        *(all_.index_copy(0, missing, some.to(all_)) for all_, some in zip(drawn, others, strict=True))
-    )
+    return Drawn(token.long(), logprob, log_kept, peak)
 
 
 def _pick_in_torch(scores: Tensor, mode: Mode, knobs: Knobs, spread: Spread) -> Drawn:

@@ -34,7 +34,6 @@ class Spread(NamedTuple):
     """How the mass exp((score - peak) / temperature) of each row lies over the blocks."""
 
     peak: Tensor  # [C, 1] float32, the highest score
-    mass: Tensor  # [C, B] float32, of each block
     cumulative: Tensor  # [C, B] float64, up to and including each block
 
     def at(self, where: Tensor) -> "Spread":
@@ -62,11 +61,10 @@ class Spreader:
         ``heated`` False says that every temperature is 1 and saves a pass; dividing by 1 changes no
         bit, so a row's numbers do not depend on it.
         """
-        if scores.dtype not in SPREAD_DTYPES or self.kernels is None:
-            scores = scores.float()
         if self.kernels is not None:
-            peak, mass = self.kernels.spread(scores, knobs.temperature[:, 0], BLOCK)
-            return Spread(peak[:, None], mass, mass.double().cumsum(dim=-1))
+            peak, mass = self.kernels.spread(readable(scores), knobs.temperature[:, 0], BLOCK)
+            return Spread(peak[:, None], mass.double().cumsum(dim=-1))
+        scores = scores.float()
         vocab, weights = scores.shape[1], self._scratch[: len(scores)]
         peak = scores.amax(dim=-1, keepdim=True)
         torch.sub(scores, peak, out=weights[:, :vocab])
@@ -75,7 +73,12 @@ class Spreader:
             weights.div_(knobs.temperature)
         weights.exp_()
         mass = weights.view(len(weights), -1, BLOCK).sum(dim=-1)
-        return Spread(peak, mass, mass.double().cumsum(dim=-1))
+        return Spread(peak, mass.double().cumsum(dim=-1))
+
+
+def readable(scores: Tensor) -> Tensor:
+    """Logits of any float dtype in one that the compiled kernels read."""
+    return scores if scores.dtype in SPREAD_DTYPES else scores.float()
 
 
 def invert(cumulative: Tensor, target: Tensor) -> Tensor:

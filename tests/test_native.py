@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rollout import sampling
 from rollout.native import HEAD_DIMS, BuildError, Kernels, build, chosen_kernels, load_kernels
 from rollout.native import kernels as kernels_room
+from rollout.types import DrawnToken
+from test_sampling import make_row
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -208,15 +212,15 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels: Kernels, dtype:
     seen = torch.tensor([[0, length] for length in lengths])
     query, logits = randn(rows, 4, 32, dtype=dtype), randn(rows, 500, dtype=dtype, seed=1)
     share = torch.linspace(0, 0.9, rows, dtype=torch.float64)
-    panels = None if kernels.products is None else kernels.products.pack(randn(8, 32, dtype=dtype), None)
+    panels = None if kernels.products is None else kernels.products.pack(randn(8, 128, dtype=dtype), None)
     wide = None if kernels.products is None else kernels.products.pack(randn(700, 512, dtype=dtype), None)
 
     def results() -> list[Tensor]:
         found = [kernels.attend(query, pages, pages, table, seen, 0.2)]
-        found += [kernels.attend(query[:1], pages, pages, table[:1], seen[:1], 0.2)]
+        found += [kernels.attend(query[:2], pages, pages, table[:2], seen[:2], 0.2)]
         for top_k in (torch.zeros(rows, dtype=torch.int64), torch.full((rows,), 9)):
             found.append(kernels.pick(logits, share, torch.ones(rows), top_k, share + 0.1, 0 * share, 64))
-        found += [] if panels is None else [panels.multiply(randn(90, 32, dtype=dtype, seed=2))]
+        found += [] if panels is None else [panels.multiply(randn(90, 128, dtype=dtype, seed=2))]
         found += [] if wide is None else [wide.multiply(randn(33, 512, dtype=dtype, seed=2))]
         return found
 
@@ -318,10 +322,11 @@ def test_pick_shows_what_is_not_finite(kernels: Kernels, dtype: torch.dtype) -> 
     logits = torch.randn(4, 300).to(dtype)
     logits[0, 290], logits[1, 5], logits[2] = math.nan, math.inf, -math.inf
     for limits in ({}, {"top_k": torch.full((4,), 3)}):
-        check_not_finite(*pick(kernels, logits, 0.5, **limits).unbind(dim=1))
+        check_not_finite(pick(kernels, logits, 0.5, **limits))
 
 
-def check_not_finite(token: Tensor, _: Tensor, __: Tensor, peak: Tensor) -> None:
+def check_not_finite(picks: Tensor) -> None:
+    token, peak = picks[:, 0], picks[:, 3]
     assert peak[0].isnan() and peak[1] == math.inf and peak[2] == -math.inf and peak[3].isfinite()
     assert ((token >= 0) & (token < 300)).all()
 
@@ -363,10 +368,6 @@ def test_limited_picks_are_among_what_is_kept(
     for row in range(rows):
         token, logprob, log_kept, peak = found[row].tolist()
         scaled = logits[row].float() / heat[row]
-        if token == -1:
-            # min-p alone, or the k-th is very far from the first
-            assert (top_k[row] == 0 and top_p[row] > 1) or (top_k[row] > 5 and scale > 2)
-            continue
         exact = torch.log_softmax(scaled.double(), dim=-1)
         weights = (scaled - scaled.max()).double().exp()
         ranked = sorted(range(vocab), key=lambda i: (-float(logits[row, i]), i))
@@ -410,21 +411,52 @@ def pick(kernels: Kernels, logits: Tensor, share: float, heat: float = 1.0, **li
 def test_limited_picks_at_an_extreme_temperature_stay_inside_the_vocabulary(kernels: Kernels) -> None:
     logits = torch.full((1, 70), -torch.inf)
     logits[0, :5] = torch.arange(5.0)
-    for top_k in (3, 50):
-        for share in (0.0, 0.5, math.nextafter(1, 0)):
-            token = pick(kernels, logits, share, 3e38, top_k=torch.tensor([top_k]))[0, 0]
-            assert token == -1 or 0 <= token < 5
+    for top_k, expected in ((3, {4, 3, 2}), (50, {4, 3, 2, 1, 0})):
+        shares = [i / 100 for i in range(100)]
+        found = {int(pick(kernels, logits, u, 3e38, top_k=torch.tensor([top_k]))[0, 0]) for u in shares}
+        assert found == expected
 
 
-def test_limited_picks_are_found_for_what_models_say(kernels: Kernels) -> None:
-    """Giving up is allowed, so it must be shown that it is rare: here 40 tokens share the mass."""
+def test_limits_that_keep_few_or_nearly_all(kernels: Kernels) -> None:
+    """40 tokens share the mass, or all of them do."""
     logits = randn(8, 50_000)
     logits[:, 1000:1040] += 12
     top_k = torch.tensor([0, 0, 0, 0, 1, 10, 50, 200])
     top_p = torch.full((8,), 0.9, dtype=torch.float64)
     found = pick(kernels, logits, 0.5, top_k=top_k, top_p=top_p)[:, 0]
     assert ((found >= 1000) & (found < 1040)).all()
-    assert (pick(kernels, randn(2, 50_000) * 0.1, 0.5, top_p=top_p[:2])[:, 0] >= 0).all()  # flat
+    _, _, log_kept, _ = pick(kernels, randn(2, 50_000) * 0.1, 0.5, top_p=top_p[:2]).unbind(dim=1)
+    torch.testing.assert_close(log_kept.exp(), top_p[:2], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"top_k": 5},
+        {"top_k": 950},
+        {"top_p": 0.9},
+        {"top_p": 0.9999999},
+        {"min_p": 0.05},
+        {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
+    ],
+)
+def test_draws_are_the_same_in_compiled_code(kernels: Kernels, params: dict[str, Any]) -> None:
+    """Up to shares that fall on the edge between two tokens, or of what is kept. A seventh is impossible."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(300, 1000, generator=generator) * 3
+    logits[:, ::7] = -math.inf
+    rows = [make_row(key=(i, 1, 2), temperature=0.7, **params) for i in range(300)]
+    ours, theirs = sampling.draw(logits, rows, None, kernels), sampling.draw(logits, rows)
+    same = 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert isinstance(one, DrawnToken) and isinstance(other, DrawnToken)
+        if one.token_id == other.token_id:
+            same += 1
+            assert one.policy_logprob == pytest.approx(other.policy_logprob, abs=1e-5)
+            assert one.log_kept_mass == pytest.approx(other.log_kept_mass, abs=1e-3)
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+    assert same >= 298
 
 
 def test_timing_adds_up_by_function_and_ends(kernels: Kernels) -> None:

@@ -729,20 +729,3 @@ def test_ids_outside_the_vocabulary_are_refused_for_their_row(params: dict[str, 
 
 def test_no_rows() -> None:
     assert draw(torch.zeros(0, 10), []) == ()
-
-
-def test_plain_draws_are_the_same_in_compiled_code() -> None:
-    """Up to shares that fall on the edge between two tokens."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(300, 1000, generator=generator) * 3
-    logits[:, ::7] = -math.inf
-    rows = [make_row(key=(i, 1, 2), temperature=0.7) for i in range(300)]
-    ours, theirs = sampling.draw(logits, rows, None, load_kernels()), sampling.draw(logits, rows)
-    same = 0
-    for one, other in zip(ours, theirs, strict=True):
-        assert isinstance(one, DrawnToken) and isinstance(other, DrawnToken)
-        if one.token_id == other.token_id:
-            same += 1
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
-            assert one.policy_logprob == pytest.approx(other.policy_logprob, abs=1e-5)
-    assert same >= 299

@@ -154,7 +154,8 @@ static void attend_heads(const AttentionCall& call, AttentionItem item, Attentio
     }
     float mass[Q];
     for (int g = 0; g < Q; g++)
-        mass[g] = softmax(scores + g * room, count, call.softcap, call.sinks ? call.sinks + head + g : nullptr);
+        mass[g] = softmax(scores + g * room, count, call.softcap,
+                          call.sinks ? call.sinks + head + g : nullptr);
 
     vf sums[Q][C] = {};
     for (int64_t key = begin; key < end;) {
@@ -204,9 +205,9 @@ static void attend(const AttentionCall& call) {
 template <class T>
 static bool attend_rows(const AttentionCall& call, int64_t head_dim) {
     if (call.slots)
-        store_tokens((char*)call.keys, (char*)call.values, call.head_stride * sizeof(T), (const char*)call.key,
-                     call.key_stride * sizeof(T), (const char*)call.value, call.value_stride * sizeof(T),
-                     call.slots, call.rows, call.kv_heads, head_dim * sizeof(T));
+        store_tokens((char*)call.keys, (char*)call.values, call.head_stride * sizeof(T),
+                     (const char*)call.key, call.key_stride * sizeof(T), (const char*)call.value,
+                     call.value_stride * sizeof(T), call.slots, call.rows, call.kv_heads, head_dim * sizeof(T));
     switch (head_dim) {
         case 16: attend<T, 1>(call); return true;
         case 32: attend<T, 2>(call); return true;

@@ -263,9 +263,7 @@ class Kernels:
             block: tokens whose mass is summed up as one, a multiple of 16.
 
         Returns [R, 4] float64: the token, its ``log_softmax(logits / temperature)``, the log of the kept
-        mass, and the highest logit (NaN where the row holds one; nothing else counts then). The token is -1
-        where it was not found: under min-p alone, or where top-k keeps tokens whose probability is 0 in
-        float32.
+        mass, and the highest logit (NaN where the row holds one; nothing else counts then).
         """
         rows, vocab = logits.shape
         logits = logits if logits.stride(1) == 1 else logits.contiguous()

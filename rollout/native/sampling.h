@@ -1,9 +1,11 @@
-// What a draw needs to know of a row of logits, in few passes over them.
+// What a draw needs to know of a row of logits, and the draw, in few passes over them.
 //
-// Letters: R rows, V vocabulary, B blocks of `block` tokens, W most candidates of a row.
+// Letters: R rows, V vocabulary, B blocks of `block` tokens.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <utility>
 #include <vector>
 
 #include "vectors.h"
@@ -25,27 +27,37 @@ static inline vf weights_at(const T* x, int64_t i, int64_t vocab, float peak, fl
     return exp(heat == 1.0f ? above : above / heat);
 }
 
-// The highest entry of a row, NaN if it has any; and exp((x - peak) / heat) summed up over each block to
-// mass [B].
+// The highest entry of a row, NaN if it has any, and how many are above -inf.
+struct Top {
+    float peak;
+    int64_t possible;
+};
+
+// Besides the top, exp((x - peak) / heat) summed up over each block to mass [B].
 template <class T>
-static float spread_row(float* mass, const T* x, float heat, int64_t vocab, int64_t block) {
+static Top spread_row(float* mass, const T* x, float heat, int64_t vocab, int64_t block) {
     vf most = splat(-INFINITY);
-    vi has_nan = {};
+    vi has_nan = {}, possible = {};
     for (int64_t i = 0; i < vocab; i += LANES) {
         const vf v = read(x, i, vocab);
         most = max(most, v);
         has_nan |= v != v;
+        possible -= v > splat(-INFINITY);  // true is -1
     }
     bool is_nan = false;
-    for (int i = 0; i < LANES; i++) is_nan |= has_nan[i] != 0;
-    const float peak = is_nan ? NAN : highest(most);
+    Top top = {0, 0};
+    for (int i = 0; i < LANES; i++) {
+        is_nan |= has_nan[i] != 0;
+        top.possible += possible[i];
+    }
+    const float peak = top.peak = is_nan ? NAN : highest(most);
     for (int64_t b = 0; b * block < vocab; b++) {
         vf total = {};
         for (int64_t i = b * block; i < std::min(vocab, (b + 1) * block); i += LANES)
             total += weights_at(x, i, vocab, peak, heat);
         mass[b] = sum(total);
     }
-    return peak;
+    return top;
 }
 
 // Spreads rows of x [R, V] (rows `stride` elements apart) to peak [R] and mass [R, B].
@@ -55,7 +67,7 @@ static void spread(float* peak, float* mass, const T* x, int64_t stride, const f
     const int64_t blocks = (vocab + block - 1) / block;
 #pragma omp parallel for schedule(dynamic, 1) if (rows > 1)
     for (int64_t r = 0; r < rows; r++)
-        peak[r] = spread_row(mass + r * blocks, x + r * stride, temperature[r], vocab, block);
+        peak[r] = spread_row(mass + r * blocks, x + r * stride, temperature[r], vocab, block).peak;
 }
 
 // What limits a draw: the top_k most likely tokens and those equal to the last (0: no limit), the most likely
@@ -67,8 +79,7 @@ struct Limits {
     bool are_none() const { return top_k == 0 && top_p > 1 && min_p <= 0; }
 };
 
-// A drawn token, -1 where the limits are such that it was not found; its log_softmax; the log of the mass
-// that the limits keep; the highest logit.
+// A drawn token, its log_softmax, the log of the mass that the limits keep, the highest logit.
 struct Pick {
     double token, logprob, log_kept, peak;
 };
@@ -79,9 +90,10 @@ struct Row {
     const T* x;
     float heat;
     int64_t vocab, block;
-    float peak;
-    double total;       // of exp((x - peak) / heat)
-    const float* mass;  // of each block
+    float peak = 0;
+    int64_t possible = 0;         // tokens above -inf
+    double total = 0;             // of exp((x - peak) / heat)
+    const float* mass = nullptr;  // of each block
 
     Pick picked(int64_t token, double log_kept) const {
         const double above = double(read(x, token, vocab)[0] - peak) / heat;
@@ -129,8 +141,8 @@ struct Candidates {
     int64_t size() const { return int64_t(ids.size()); }
 };
 
-// How far below the peak candidates are sought, times the heat: as far as weights are above 0.
-constexpr float FIRST_REACH = 6, LAST_REACH = 90;
+// How far below the peak candidates are sought, times the heat: at last, all that have any weight in float32.
+constexpr float FIRST_REACH = 6, LAST_REACH = 88;
 
 // Tokens not more than `reach` below the peak, in the order of the vocabulary. Blocks whose whole mass is
 // below that of one such token are passed over.
@@ -140,7 +152,7 @@ static void collect(Candidates& found, const Row<T>& row, float reach) {
     found.ids.clear();
     float lowest = row.peak - row.heat * reach;
     lowest -= std::abs(lowest) * 1e-6f;  // who is equal after the division by the heat comes, too
-    const float least = 0.99f * std::exp(-reach);
+    const float least = 0.9f * std::exp(-reach);
     for (int64_t b = 0; b * row.block < row.vocab; b++) {
         if (row.mass[b] < least) continue;
         for (int64_t i = b * row.block; i < std::min(row.vocab, (b + 1) * row.block); i += LANES) {
@@ -229,7 +241,7 @@ static inline void rank(Candidates& found, float gap, float peak, float heat) {
 template <class T>
 static Pick pick_of_ranked(const Row<T>& row, double share, const Limits& limits, Candidates& found) {
     const int64_t count = found.size();
-    const bool is_all = count == row.vocab;
+    const bool is_all = count == row.possible;
     const float kth =
         limits.top_k ? found.values[std::min(limits.top_k, count) - 1] / row.heat : -INFINITY;
     int64_t in_top_k = 0;
@@ -248,22 +260,26 @@ static Pick pick_of_ranked(const Row<T>& row, double share, const Limits& limits
 }
 
 template <class T>
-static Pick pick_row(Row<T> row, float* mass, float* weights, double share, const Limits& limits,
+static Pick pick_row(Row<T> row, float* mass, float* weights, double share, Limits limits,
                      Candidates& found) {
-    row.peak = spread_row(mass, row.x, row.heat, row.vocab, row.block);
-    row.mass = mass;
-    row.total = 0;
+    const Top top = spread_row(mass, row.x, row.heat, row.vocab, row.block);
+    row.peak = top.peak, row.possible = top.possible, row.mass = mass;
     for (int64_t b = 0; b * row.block < row.vocab; b++) row.total += mass[b];
     if (limits.are_none() || !std::isfinite(row.peak)) return pick_of_all(row, share, weights);
-    if (limits.top_k > 0 || limits.top_p <= 1)
-        for (float reach = FIRST_REACH; reach < LAST_REACH; reach *= 1.5f) {
-            collect(found, row, reach);
-            const float gap = narrow(found, reach, row.peak, row.heat, limits, row.total);
-            if (gap < 0) continue;
-            rank(found, gap, row.peak, row.heat);
-            return pick_of_ranked(row, share, limits, found);
-        }
-    return {-1, 0, 0, row.peak};
+    limits.top_k = std::min(limits.top_k, row.possible);
+    float reach = FIRST_REACH, gap = -1;
+    if (limits.top_k == 0 && limits.top_p > 1) {  // a little more than min-p keeps
+        reach = gap = std::min(1e-4f - 1.0001f * float(std::log(limits.min_p)), LAST_REACH);
+        collect(found, row, reach);
+    }
+    while (gap < 0) {
+        collect(found, row, reach);
+        gap = narrow(found, reach, row.peak, row.heat, limits, row.total);
+        if (gap < 0 && reach == LAST_REACH) gap = reach;  // what is missing has no weight
+        reach = std::min(1.5f * reach, LAST_REACH);
+    }
+    rank(found, gap, row.peak, row.heat);
+    return pick_of_ranked(row, share, limits, found);
 }
 
 // Picks [R] from rows of x [R, V] (`stride` elements apart) with shares [R] in [0, 1) and limits [R] each.
@@ -277,7 +293,7 @@ static void pick(Pick* picks, const T* x, int64_t stride, const double* share, c
         Candidates found;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t r = 0; r < rows; r++) {
-            const Row<T> row{x + r * stride, temperature[r], vocab, block, 0, 0, nullptr};
+            const Row<T> row{x + r * stride, temperature[r], vocab, block};
             const Limits limits{top_k[r], top_p[r], min_p[r]};
             picks[r] = pick_row(row, mass.data(), weights.data(), share[r], limits, found);
         }
