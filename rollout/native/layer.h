@@ -28,7 +28,7 @@ struct LayerEnd {
     float eps;
 };
 
-// A layer with all that is the same in every step; `place` adds the rest.
+// A layer with all that is the same in every step; `placed` adds the rest.
 struct DecodeLayer {
     LayerStart start;
     AttentionCall attention;

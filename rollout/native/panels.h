@@ -13,6 +13,7 @@ typedef int32_t unit;
 
 constexpr int PANEL = 2 * LANES;  // weight rows
 constexpr int STEP_UNITS = 16;    // of a row, taken at once by a tile
+constexpr int64_t PARALLEL_PRODUCTS = 1 << 16;
 
 static inline int64_t whole_steps(int64_t units) {
     return (units + STEP_UNITS - 1) / STEP_UNITS * STEP_UNITS;
@@ -38,7 +39,7 @@ struct PanelMatrix {
 // Weights [O, I], rows contiguous, to panels; see PanelMatrix.
 static inline void pack_panels(unit* panels, const unit* weights, int64_t outer, int64_t row_units) {
     const int64_t count = (outer + PANEL - 1) / PANEL, units = whole_steps(row_units);
-#pragma omp parallel for if (outer * units > 1 << 16)
+#pragma omp parallel for if (outer * units > PARALLEL_PRODUCTS)
     for (int64_t p = 0; p < count; p++) {
         const unit* from = weights + p * PANEL * row_units;
         const int64_t rows = std::min<int64_t>(PANEL, outer - p * PANEL);

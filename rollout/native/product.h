@@ -18,7 +18,6 @@
 constexpr int64_t GROUP_ROWS = 192;  // worked on before the next ones: their inputs stay in the L2 cache
 constexpr int CHUNK_UNITS = 1024;    // of a panel at once: 128 KB, so that this and the next are in L2
 constexpr int CLASHING_UNITS = 512, MOST_CLASHING_ROWS = 6;  // of a cache of 8 ways of 4 KB
-constexpr int64_t PARALLEL_PRODUCTS = 1 << 16;
 
 // Sums [rows, PANEL] plus a bias [PANEL] or null to out, `width` of each.
 template <class T>
