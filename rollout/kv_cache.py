@@ -191,8 +191,11 @@ class KVCache:
 
         All sources are read before any target is written: a page may be both at once.
         """
+        is_host = self.layout.device.type == "cpu"
         for tensor in self._tensors[group]:
-            tensor[:, :, targets] = tensor[:, :, sources]
+            # layer by layer, what lies between reading and writing stays in a CPU's cache
+            for part in tensor.unbind() if is_host else (tensor,):
+                part[..., targets, :, :] = part[..., sources, :, :]
 
     def clear_pages(self, group: int, pages: Tensor) -> None:
         """Zero pages ``[C] int64`` taken from a former owner, so that no NaN of its can be read."""

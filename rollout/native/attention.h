@@ -139,10 +139,11 @@ static void attend_heads(const AttentionCall& call, AttentionItem item, Attentio
         const int64_t slot = key % S, some = std::min<int64_t>({LANES, S - slot, end - key});
         const int64_t offset = (table[key / S] * S + slot) * H;
         const T* at = keys + offset;
-        fetch(values + offset, some * H * sizeof(T));
+        const T* soon = values + offset;
         vf products[Q][LANES];
         if (some < LANES) std::fill(&products[0][0], &products[Q - 1][LANES], vf{});
-        for (int64_t j = 0; j < some; j++, at += H) {
+        for (int64_t j = 0; j < some; j++, at += H, soon += H) {
+            fetch(soon, H * sizeof(T));
             vf k[C], dot[Q] = {};
             load_head(k, at);
             for (int c = 0; c < C; c++)

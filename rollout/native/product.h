@@ -42,8 +42,10 @@ static void multiply_panel(T* out, const RowBlocks& in, int64_t first, int64_t e
     const unit* weights = matrix.panel<T>(panel);
     const T* bias = matrix.bias ? static_cast<const T*>(matrix.bias) + column : nullptr;
     const int64_t fetching = std::min<int64_t>(end - first, Sums::FETCHING_BLOCKS);
-    for (int64_t from = 0; from < in.units; from += CHUNK_UNITS) {
-        const int64_t units = std::min<int64_t>(CHUNK_UNITS, in.units - from);
+    // what several blocks are multiplied with stays in the L1 cache, beside their own rows
+    const int64_t chunk_units = end - first > Sums::BLOCKS ? Sums::SHARED_UNITS : CHUNK_UNITS;
+    for (int64_t from = 0; from < in.units; from += chunk_units) {
+        const int64_t units = std::min<int64_t>(chunk_units, in.units - from);
         const bool is_new = from == 0, is_done = from + units == in.units;
         const unit *chunk = weights + from * PANEL, *ahead = is_done ? next : chunk + units * PANEL;
         for (int64_t block = first; block < end; block += Sums::BLOCKS) {
