@@ -11,6 +11,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+MAX_COPY_BYTES = 2**23
+"""Pages up to this size are copied in all layers at once (30 layers on 2 cores: 8 pages 0.55 ms, layer by layer
+0.74; 96 pages 20 ms and 6)."""
+
 
 class PageOrder(Enum):
     """How a page lies in memory; what a backend reads fastest."""
@@ -193,8 +197,9 @@ class KVCache:
         """
         is_host = self.layout.device.type == "cpu"
         for tensor in self._tensors[group]:
-            # layer by layer, what lies between reading and writing stays in a CPU's cache
-            for part in tensor.unbind() if is_host else (tensor,):
+            size = len(sources) * tensor[:, :, 0].numel() * tensor.element_size()
+            # of many pages a layer at a time: what was read then stays in the CPU's cache until it is written
+            for part in tensor.unbind() if is_host and size > MAX_COPY_BYTES else (tensor,):
                 part[..., targets, :, :] = part[..., sources, :, :]
 
     def clear_pages(self, group: int, pages: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The bench measures what it says: same tokens for every peer, limits by the stated arithmetic."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,14 @@ import torch
 from rollout import SamplingParams
 from rollout.bench.limits import MachineRates, ModelCost, least_seconds, measure_rates
 from rollout.bench.measure import measure
-from rollout.bench.peers import EnginePeer, GeneratePeer, TransformersPeer, WeightChanges, timed_rollouts
+from rollout.bench.peers import (
+    EnginePeer,
+    GeneratePeer,
+    TransformersPeer,
+    WeightChanges,
+    release_idle_threads,
+    timed_rollouts,
+)
 from rollout.bench.report import run_bench
 from rollout.bench.workloads import WORKLOADS, Workload, make_workload
 from tiny_models import TINY_MODELS
@@ -64,6 +72,12 @@ def test_workloads_differ_in_what_their_names_say() -> None:
     assert loads["steps"].num_rollouts == 5
     few = loads["steps"].shortened(3, most_requests=6)  # four of the first prompt, two of the second
     assert few.prompts == loads["steps"].prompts[:2] and [len(row) for row in few.samples] == [4, 2]
+    grpo = loads["grpo"]
+    fourth = grpo.scaled_down(4, most_prompt_tokens=len(grpo.prompts[0]) * 4 + len(grpo.prompts[1]))
+    assert [len(row) for row in fourth.samples] == [4, 1]
+    lengths = [-(-p.max_new_tokens // 4) for p in grpo.samples[0]]
+    assert [p.max_new_tokens for p in fourth.samples[0]] == lengths
+    assert len(loads["long-prompt"].scaled_down(4, most_prompt_tokens=1).requests) == 1
     short = loads["steps"].shortened(3)
     assert short.num_rollouts == 1 and max(p.max_new_tokens for _, _, p in short.requests) == 3
     with pytest.raises(ValueError, match="known: grpo"):
@@ -85,6 +99,13 @@ def test_the_least_time_is_the_stated_arithmetic() -> None:
     branching = workload([[1, 2, 3], [1, 2, 4]], [[1], [1]])
     assert least_seconds(branching, cost, slow_arithmetic) == pytest.approx(10 * 4 + 2 * 2 + (1 + 2 + 3 + 3))
     assert least_seconds(branching, cost, slow_memory) == pytest.approx(100 + 4)
+    # what several rows see of their prompts' beginnings is read once: 3 or 4 keys, and each row's own
+    two = workload([[1, 2, 3]], [[2, 2]])
+    assert least_seconds(two, cost, slow_memory) == pytest.approx(103 + 100 + 3 + 2)
+    both = workload([[1, 2, 3], [1, 2, 4]], [[2], [3]])
+    keys = (4, 4 + 2, 3 + 2)
+    assert least_seconds(both, cost, slow_memory) == pytest.approx(sum(100 + each for each in keys))
+    assert least_seconds(both, cost, slow_arithmetic) == pytest.approx((10 * 4 + 4 + 9) + (24 + 8) + (12 + 5))
 
 
 def test_the_cost_counts_the_models_linears() -> None:
@@ -95,6 +116,17 @@ def test_the_cost_counts_the_models_linears() -> None:
     body = sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
     assert cost.body_flops == 2 * body and cost.weight_bytes == 4 * (body + VOCAB_SIZE * config.hidden_size)
     assert cost.kv_bytes == 2 * 2 * 2 * config.head_dim * 4  # layers, kv heads, fp32
+
+
+def test_idle_threads_are_given_up() -> None:
+    if torch.get_num_threads() == 1:
+        pytest.skip("one thread has no workers")
+    x = torch.ones(2**22)
+    x.exp()
+    before = len(os.listdir("/proc/self/task"))
+    release_idle_threads()
+    assert len(os.listdir("/proc/self/task")) < before
+    assert torch.equal(x.exp(), x.exp())  # there are workers again where they are needed
 
 
 def test_rates_are_of_this_machine() -> None:

@@ -1,7 +1,9 @@
 """The cache's tensors: layout, growth, copies, clearing."""
 
+import pytest
 import torch
 
+from rollout import kv_cache
 from rollout.kv_cache import CacheLayout, KVCache, LayerShape, PageOrder
 
 FULL, WINDOWED = LayerShape(2, 4, 6, None), LayerShape(1, 8, 8, 16)
@@ -52,6 +54,33 @@ def test_copies_read_before_they_write() -> None:
         cache.layer(0).keys[:, page] = page
     cache.copy_pages(0, torch.tensor([1, 2]), torch.tensor([2, 3]))
     assert [float(cache.layer(0).keys[0, page, 0, 0]) for page in (1, 2, 3)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("order", PageOrder)
+@pytest.mark.parametrize("is_by_layers", [False, True])
+def test_copies_reach_every_layer_and_nothing_else(
+    order: PageOrder, is_by_layers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_by_layers:
+        monkeypatch.setattr(kv_cache, "MAX_COPY_BYTES", 0)
+    layout = CacheLayout.from_layers((FULL, WINDOWED, FULL), torch.float32, torch.device("cpu"))
+    cache = KVCache(layout, page_size=4, order=order)
+    cache.resize((5, 5))
+    for layer in range(3):
+        for each in (cache.layer(layer).keys, cache.layer(layer).values):
+            each[:] = torch.randn(each.shape)
+    before = [[each.clone() for each in (cache.layer(n).keys, cache.layer(n).values)] for n in range(3)]
+    sources, targets = [1, 2, 1], [2, 1, 4]  # a swap, and a page that goes to two places
+    cache.copy_pages(0, torch.tensor(sources), torch.tensor(targets))
+    for layer in range(3):
+        for each, old in zip(
+            (cache.layer(layer).keys, cache.layer(layer).values), before[layer], strict=True
+        ):
+            expected = old.clone()
+            if layer != 1:
+                for source, target in zip(sources, targets, strict=True):
+                    expected[:, target] = old[:, source]
+            assert torch.equal(each, expected)
 
 
 def test_release_and_remake() -> None:

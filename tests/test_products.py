@@ -68,13 +68,32 @@ def test_product_is_the_product(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("inner", [1024, 2048, 2600, 4096])
-def test_long_rows_and_rows_a_power_of_two_apart(products: Products, dtype: torch.dtype, inner: int) -> None:
-    weight = randn(70, inner, dtype=dtype, seed=1)
-    panels = products.pack(weight, None)
-    for rows in (1, 6, 7, 12, 13, 250):
+@pytest.mark.parametrize("inner", [400, 1024, 2048, 2600, 4096])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_long_rows_and_rows_a_power_of_two_apart(
+    products: Products, dtype: torch.dtype, inner: int, has_bias: bool
+) -> None:
+    weight = randn(300, inner, dtype=dtype, seed=1)
+    bias = randn(300, dtype=dtype, seed=2) if has_bias else None
+    panels = products.pack(weight, bias)
+    for rows in (1, 6, 7, 12, 13, 35, 40, 64, 250):
         x = randn(rows, inner, dtype=dtype)
-        assert_is_product(panels.multiply(x), x, weight, None)
+        assert_is_product(panels.multiply(x), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("units", [97, 96 * 3, 448, 512])
+def test_rows_in_blocks_that_share_chunks_are_those_alone(
+    products: Products, dtype: torch.dtype, units: int
+) -> None:
+    """Many panels, so that threads take panels and not rows, and blocks of rows take chunks in turn."""
+    inner = units * 4 // dtype.itemsize
+    x, weight = randn(70, inner, dtype=dtype), randn(2100, inner, dtype=dtype, seed=1)
+    panels = products.pack(weight, None)
+    alone = torch.cat([panels.multiply(row[None]) for row in x])
+    assert_is_product(alone, x, weight, None)
+    for count in (33, 35, 40, 48, 64, 70):
+        assert torch.equal(panels.multiply(x[:count]), alone[:count])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

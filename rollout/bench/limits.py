@@ -1,12 +1,12 @@
 """How fast this machine could be at the most: the arithmetic and the bytes that a workload needs.
 
-The least time runs every request at once, what prompts begin with alike computed once, every step at the
-measured rate of matrix products or of memory, whichever takes longer. No scheduling, sampling, softmax or
-norms.
+The least time runs every request at once, what prompts begin with alike computed once and read once a step,
+every step at the measured rate of matrix products or of memory, whichever takes longer. No scheduling,
+sampling, softmax or norms.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,7 +29,14 @@ class MachineRates:
     flops: float
     """Per second in a matrix product, in the faster of fp32 and the model's dtype."""
     bytes_per_second: float
-    """Read in one sum over a tensor far larger than the caches."""
+    """Read in one sum over a tensor far larger than a core's own caches."""
+
+    def better_of(self, other: "MachineRates") -> "MachineRates":
+        """The higher rate of each: on a shared machine they come and go."""
+        return MachineRates(
+            flops=max(self.flops, other.flops),
+            bytes_per_second=max(self.bytes_per_second, other.bytes_per_second),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +108,7 @@ def _seconds(run: Callable[[], Tensor]) -> float:
 def least_seconds(workload: Workload, cost: ModelCost, rates: MachineRates) -> float:
     """The least time for a run of the workload, see the top of this file."""
     prompts = set(workload.prompts)
-    beginnings = {prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)}  # a token each
+    beginnings = _beginnings(prompts)
     total = _step(
         cost.body_flops * len(beginnings)
         + cost.head_flops * len(prompts)
@@ -109,15 +116,24 @@ def least_seconds(workload: Workload, cost: ModelCost, rates: MachineRates) -> f
         cost.weight_bytes + cost.kv_bytes * len(beginnings),
         rates,
     )
-    rows = [(len(prompt), params.max_new_tokens) for prompt, _, params in workload.requests]
+    rows = [(prompt, params.max_new_tokens) for prompt, _, params in workload.requests]
     for position in range(1, max(length for _, length in rows)):  # the first token comes of the prompt
-        keys = [prompt_len + position for prompt_len, length in rows if length > position]
+        left = [prompt for prompt, length in rows if length > position]
+        if prompts != set(left):
+            prompts = set(left)
+            beginnings = _beginnings(prompts)
+        keys = sum(len(prompt) + position for prompt in left)
         total += _step(
-            (cost.body_flops + cost.head_flops) * len(keys) + cost.attention_flops * sum(keys),
-            cost.weight_bytes + cost.kv_bytes * sum(keys),
+            (cost.body_flops + cost.head_flops) * len(left) + cost.attention_flops * keys,
+            cost.weight_bytes + cost.kv_bytes * (len(beginnings) + position * len(left)),
             rates,
         )
     return total * workload.num_rollouts
+
+
+def _beginnings(prompts: Set[tuple[int, ...]]) -> Set[tuple[int, ...]]:
+    """One for each key and value that these prompts need, when they share what they begin with."""
+    return {prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)}
 
 
 def _step(flops: float, num_bytes: float, rates: MachineRates) -> float:

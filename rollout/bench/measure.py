@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from tqdm.auto import tqdm
 
-from rollout.bench.peers import FEW_REQUESTS, WARM_UP_TOKENS, Peer
+from rollout.bench.peers import WARM_UP_REQUESTS, WARM_UP_TOKENS, Peer
 from rollout.bench.workloads import Workload
 from rollout.native import chosen_kernels
 
@@ -63,7 +64,7 @@ def measure(
             for name, make in peers.items():
                 bar.set_postfix_str(f"{name}: choosing and warming up")
                 made[name] = make()
-                _run(made[name], workload.shortened(WARM_UP_TOKENS, FEW_REQUESTS))
+                _run(made[name], workload.shortened(WARM_UP_TOKENS, WARM_UP_REQUESTS))
                 bar.update()
             for _ in range(rounds):
                 for name, peer in made.items():
@@ -86,17 +87,18 @@ def _run(peer: Peer, workload: Workload) -> float:
         peer.rest()
 
 
-def forward_shares(peer: Peer, workload: Workload) -> dict[str, float]:
+def operator_shares(peer: Peer, workload: Workload) -> dict[str, float]:
     """Shares of the time inside operators, torch's and compiled ones: linears, attention, other.
 
-    One short run. What Python itself takes between the operators is not in them.
+    One run of at most ``PROFILED_TOKENS`` each, so that prompts weigh more and keys less than in the whole
+    workload. What Python itself takes between the operators is not in them.
     """
     short = workload.shortened(PROFILED_TOKENS)
     kernels = chosen_kernels("auto", torch.device("cpu"))
     with ExitStack() as stack:
         native = {} if kernels is None else stack.enter_context(kernels.timing())
         profiler = stack.enter_context(profile(activities=[ProfilerActivity.CPU]))
-        peer.run(short)
+        _run(peer, short)
     seconds: defaultdict[str, float] = defaultdict(float)
     for event in profiler.key_averages():
         seconds[_part(event.key)] += event.self_cpu_time_total / MICROSECONDS
@@ -119,6 +121,8 @@ def host_facts() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "compiled_kernels": chosen_kernels("auto", torch.device("cpu")) is not None,
         "cpu": capabilities.get("cpu_name"),
         "avx512_bf16": capabilities.get("avx512_bf16", False),
         "amx_bf16": capabilities.get("amx_bf16", False),

@@ -4,10 +4,11 @@ Each gets its best setting of a few, found on a shortened workload, and no more 
 peers compute no logprobs, the engine always does.
 """
 
+import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -16,11 +17,15 @@ from rollout.bench.workloads import Workload
 from rollout.engine import RolloutEngine
 from rollout.types import RolloutMetrics, SamplingParams
 
-WARM_UP_TOKENS = 4
-CHOOSING_TOKENS = 8
-FEW_REQUESTS = 16
-"""Length of the requests on which a peer's setting is chosen."""
+WARM_UP_TOKENS, WARM_UP_REQUESTS = 4, 16
+CHOOSING_FACTOR, CHOOSING_PROMPT_TOKENS = 4, 2**14
+"""A peer's setting is chosen on requests of a fourth of their lengths, with so many prompt tokens."""
 PAGE_SIZES = (32, 256)
+MOST_REQUESTS = (32, 64)
+"""Requests that transformers may batch, besides all: its attention on a CPU takes each row over the keys of
+all rows, so that fewer at once may be faster."""
+OMP_PAUSE_HARD = 2
+"""``omp_pause_hard`` of OpenMP 5.0: threads are given up, too."""
 BATCH_SIZES = (16, 64, 128)
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 FACTOR = 1.01  # changes the bits of nearly every weight, in bf16 too
@@ -46,7 +51,8 @@ class Peer(Protocol):
     def rest(self) -> None:
         """Leave the machine to the others. A thread that merely exists is in their way: with more
         threads than cores OpenMP puts idle workers to sleep at once, and waking them costs every
-        operator of every peer some 20 us (measured: a step of 2 rows takes twice as long)."""
+        operator of every peer some 20 us (measured: a step of 2 rows takes twice as long; transformers'
+        continuous batching does 178 tokens a second beside the idle workers of the main thread, else 220)."""
 
     def close(self) -> None:
         """Give back what was taken."""
@@ -132,35 +138,52 @@ class TransformersPeer:
         self._common = NEUTRAL | {k: v for kind in kinds for k, v in kind.items() if v != NEUTRAL[k]}
         self._manager: Any = None
         # few requests: it computes a prompt for each of its samples, which takes minutes for long ones
-        self._short = workload.shortened(WARM_UP_TOKENS, FEW_REQUESTS)
-        choosing = workload.shortened(CHOOSING_TOKENS, FEW_REQUESTS)
+        self._short = workload.shortened(WARM_UP_TOKENS, WARM_UP_REQUESTS)
+        self.page_size, self.most_requests = PAGE_SIZES[0], None
+        choosing = workload.scaled_down(CHOOSING_FACTOR, CHOOSING_PROMPT_TOKENS)
+        limits = [most for most in MOST_REQUESTS if most < len(choosing.requests)]
         try:
-            self.page_size = _best(PAGE_SIZES, self._start, self.run, choosing)
+            self.page_size = _best(PAGE_SIZES, self._use_page_size, self.run, choosing)
+            self.most_requests = _best((None, *limits), self._use_most_requests, self.run, choosing)
         finally:
             self.close()  # its thread would keep the process alive
 
     @property
     def setting(self) -> str:
         """See :class:`Peer`."""
-        return f"page_size={self.page_size}"
+        most = "" if self.most_requests is None else f", max_requests_per_batch={self.most_requests}"
+        return f"page_size={self.page_size}{most}"
 
     def wake(self) -> None:
         """See :class:`Peer`."""
-        self._start(self.page_size)
+        release_idle_threads()  # of this thread: the peer's operators run in another one
+        self._start()
         self.run(self._short)  # makes its cache
 
     def rest(self) -> None:
         """See :class:`Peer`."""
         self.close()
 
-    def _start(self, page_size: int) -> None:
+    def _use_page_size(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.wake()
+
+    def _use_most_requests(self, most: int | None) -> None:
+        self.most_requests = most
+        self.wake()
+
+    def _start(self) -> None:
         self.close()
         self._manager = self._model.init_continuous_batching(  # type: ignore[operator]
             generation_config=GenerationConfig(
                 do_sample=True, eos_token_id=-1, pad_token_id=0, **self._common
             ),
             continuous_batching_config=ContinuousBatchingConfig(
-                page_size=page_size, max_memory_percent=0.2, per_request_processors=bool(self._own)
+                page_size=self.page_size,
+                max_requests_per_batch=self.most_requests,
+                max_memory_percent=0.2,
+                per_request_processors=bool(self._own),
+                drop_unsupported_processors=False,  # it must draw as it was asked
             ),
         )
         self._manager.start()
@@ -203,8 +226,9 @@ class GeneratePeer:
 
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
         self._model, self._changes = model, WeightChanges(model)
-        self.batch_size = 0
-        choosing = workload.shortened(CHOOSING_TOKENS)
+        self.batch_size = BATCH_SIZES[0]
+        self.run(workload.shortened(WARM_UP_TOKENS, WARM_UP_REQUESTS))
+        choosing = workload.scaled_down(CHOOSING_FACTOR, CHOOSING_PROMPT_TOKENS)
         sizes = [size for size in BATCH_SIZES if size < len(workload.requests)]
         self.batch_size = _best((*sizes, len(workload.requests)), self._use, self.run, choosing)
 
@@ -264,14 +288,34 @@ def _kind(params: SamplingParams) -> tuple[tuple[str, float], ...]:
     )
 
 
+def release_idle_threads() -> None:
+    """Give up the OpenMP workers of this thread; its next parallel operator makes new ones.
+
+    Raises:
+        RuntimeError: the process's OpenMP cannot, so that what runs in other threads would be held up.
+    """
+    try:
+        pause = ctypes.CDLL(None).omp_pause_resource_all
+    except AttributeError as error:
+        raise RuntimeError("this process's OpenMP has no omp_pause_resource_all (OpenMP 5.0)") from error
+    if pause(OMP_PAUSE_HARD) != 0:
+        raise RuntimeError("OpenMP did not give up the workers of this thread")
+
+
+Setting = TypeVar("Setting")
+
+
 def _best(
-    settings: Sequence[int], use: Callable[[int], None], run: Callable[[Workload], float], workload: Workload
-) -> int:
+    settings: Sequence[Setting],
+    use: Callable[[Setting], None],
+    run: Callable[[Workload], float],
+    workload: Workload,
+) -> Setting:
     """The setting under which the workload runs fastest."""
     if len(settings) == 1:
         return settings[0]
-    seconds = {}
+    seconds = []
     for setting in settings:
         use(setting)
-        seconds[setting] = run(workload)
-    return min(settings, key=seconds.__getitem__)
+        seconds.append(run(workload))
+    return settings[seconds.index(min(seconds))]

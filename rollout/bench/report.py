@@ -9,7 +9,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.bench.limits import MachineRates, ModelCost, least_seconds, measure_rates
-from rollout.bench.measure import Measurement, forward_shares, measure, peak_memory_bytes
+from rollout.bench.measure import Measurement, measure, operator_shares, peak_memory_bytes
 from rollout.bench.peers import EnginePeer, GeneratePeer, Peer, TransformersPeer
 from rollout.bench.workloads import Workload, check_name, make_workload
 
@@ -58,6 +58,7 @@ def run_bench(
         makers = {peer: partial(_make, peer, model, workload) for peer, (model, _) in loaded.items()}
         results, made = measure(makers, workload, rounds)
         try:
+            rates = rates.better_of(measure_rates(first.dtype))
             records.append(_record(workload, results, made, cost, rates))
         finally:
             for peer in made.values():
@@ -101,7 +102,7 @@ def _record(
         record["num_steps"] = sum(metrics.num_steps for metrics in ours.metrics)
         record["computed_tokens"] = sum(metrics.computed_tokens for metrics in ours.metrics)
         record["cached_tokens"] = sum(metrics.cached_tokens for metrics in ours.metrics)
-        record["shares_of_operators"] = forward_shares(ours, workload)
+        record["shares_of_operators"] = operator_shares(ours, workload)
     return record
 
 

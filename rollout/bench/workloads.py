@@ -48,10 +48,20 @@ class Workload:
         return [(prompt, i, params) for prompt, row in pairs for i, params in enumerate(row)]
 
     def shortened(self, cap: int, most_requests: int | None = None) -> "Workload":
-        """The same requests once, or the first of them, with at most ``cap`` tokens each: for warming up
-        and choosing."""
+        """The same requests once, or the first of them, with at most ``cap`` tokens each: for warming up."""
+        return self._with_lengths(lambda length: min(length, cap), most_requests)
+
+    def scaled_down(self, factor: int, most_prompt_tokens: int) -> "Workload":
+        """The same requests once, as many of them as have so many prompt tokens together, with one of
+        ``factor`` of their tokens: for choosing, since lengths differ as before."""
+        ends = accumulate(len(prompt) for prompt, _, _ in self.requests)
+        return self._with_lengths(
+            lambda length: -(-length // factor), max(1, sum(end <= most_prompt_tokens for end in ends))
+        )
+
+    def _with_lengths(self, length_of: Callable[[int], int], most_requests: int | None) -> "Workload":
         samples = tuple(
-            tuple(replace(params, max_new_tokens=min(params.max_new_tokens, cap)) for params in row)
+            tuple(replace(params, max_new_tokens=length_of(params.max_new_tokens)) for params in row)
             for row in self.samples
         )
         if most_requests is not None:

@@ -143,7 +143,7 @@ static void attend_heads(const AttentionCall& call, AttentionItem item, Attentio
         vf products[Q][LANES];
         if (some < LANES) std::fill(&products[0][0], &products[Q - 1][LANES], vf{});
         for (int64_t j = 0; j < some; j++, at += H, soon += H) {
-            fetch(soon, H * sizeof(T));
+            fetch(soon, H * sizeof(T));  // by and by: a core takes only so many at a time
             vf k[C], dot[Q] = {};
             load_head(k, at);
             for (int c = 0; c < C; c++)

@@ -17,6 +17,9 @@
 
 constexpr int64_t GROUP_ROWS = 192;  // worked on before the next ones: their inputs stay in the L2 cache
 constexpr int CHUNK_UNITS = 1024;    // of a panel at once: 128 KB, so that this and the next are in L2
+// Where blocks of rows take a panel's units in turn, only Sums::SHARED_UNITS of them at once, so that they stay in
+// the L1 cache, beside the inputs and the sums of a block (48 KB on the CPUs that this was measured on: 1.2 times as
+// fast from 33 rows up).
 constexpr int CLASHING_UNITS = 512, MOST_CLASHING_ROWS = 6;  // of a cache of 8 ways of 4 KB
 
 // Sums [rows, PANEL] plus a bias [PANEL] or null to out, `width` of each.
@@ -42,8 +45,11 @@ static void multiply_panel(T* out, const RowBlocks& in, int64_t first, int64_t e
     const unit* weights = matrix.panel<T>(panel);
     const T* bias = matrix.bias ? static_cast<const T*>(matrix.bias) + column : nullptr;
     const int64_t fetching = std::min<int64_t>(end - first, Sums::FETCHING_BLOCKS);
-    // what several blocks are multiplied with stays in the L1 cache, beside their own rows
-    const int64_t chunk_units = end - first > Sums::BLOCKS ? Sums::SHARED_UNITS : CHUNK_UNITS;
+    static_assert(CHUNK_UNITS % STEP_UNITS == 0 && Sums::SHARED_UNITS % STEP_UNITS == 0);
+    const int64_t most_units = end - first > Sums::BLOCKS ? Sums::SHARED_UNITS : CHUNK_UNITS;
+    // of equal sizes, since a chunk fetches as much as it has itself
+    const int64_t chunks = (in.units + most_units - 1) / most_units;
+    const int64_t chunk_units = whole_steps((in.units + chunks - 1) / chunks);
     for (int64_t from = 0; from < in.units; from += chunk_units) {
         const int64_t units = std::min<int64_t>(chunk_units, in.units - from);
         const bool is_new = from == 0, is_done = from + units == in.units;

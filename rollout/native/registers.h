@@ -22,7 +22,7 @@ template <class T>
 struct RegisterSums {
     static constexpr int MOST_ROWS = 12;       // of a block: 24 sums and 3 operands in 32 registers
     static constexpr int BLOCKS = 1;           // at once
-    static constexpr int SHARED_UNITS = 192;    // of a panel at once where several blocks take it in turn
+    static constexpr int SHARED_UNITS = 192;
     static constexpr int FETCHING_BLOCKS = 3;  // the first of a chunk fetch the next one among them
     static constexpr int NEAR_UNITS = 16;      // ahead of the sums, from the L2 cache to the L1
 
