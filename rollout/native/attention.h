@@ -16,14 +16,15 @@
 struct AttentionCall {
     void* out;              // [R, K * G, H]
     const void* query;      // [R, K * G, H], rows `query_stride` elements apart
-    const void *keys, *values;  // [K, P, S, H]
+    void *keys, *values;    // [K, P, S, H]
     const int64_t* pages;   // [R, W]
     const int64_t* seen;    // [R, 2]: the first key seen and the end, counted from the table's start
     const float* sinks;     // [K * G], a logit per head that takes part in the softmax; may be null
     int64_t query_stride, head_stride, page_size;
     int64_t rows, width, kv_heads, group;
     float scaling, softcap;  // softcap 0: none
-    // the rows' own keys and values [R, K, H], stored at slots [R] first; null where they are there already
+    // the rows' own keys and values [R, K, H], to be stored at slots [R], which no other row reads; null where
+    // they are there already
     const void *key, *value;
     const int64_t* slots;
     int64_t key_stride, value_stride;
@@ -111,6 +112,17 @@ struct ItemRange {
     }
 };
 
+// Puts the key and value of an item in their place: by the thread that reads them next.
+template <class T, int C>
+static inline void store_item(const AttentionCall& call, AttentionItem item) {
+    constexpr int64_t H = C * LANES;
+    const int64_t row = item.row, kv_head = item.kv_head, at = kv_head * call.head_stride + call.slots[row] * H;
+    const T* key = static_cast<const T*>(call.key) + row * call.key_stride + kv_head * H;
+    const T* value = static_cast<const T*>(call.value) + row * call.value_stride + kv_head * H;
+    std::memcpy(static_cast<T*>(call.keys) + at, key, H * sizeof(T));
+    std::memcpy(static_cast<T*>(call.values) + at, value, H * sizeof(T));
+}
+
 // One item, Q of its query heads; C = H / LANES. On the way, the keys of `next` are fetched.
 template <class T, int C, int Q>
 static void attend_heads(const AttentionCall& call, AttentionItem item, AttentionItem next,
@@ -187,6 +199,7 @@ static void attend(const AttentionCall& call) {
         const ItemRange own(call);
         for (int64_t i = own.begin; i < own.end; i++) {
             const AttentionItem item(call, i), next(call, std::min(i + 1, own.end - 1));
+            if (call.slots) store_item<T, C>(call, item);
             int64_t done = 0;
             // as many query heads at once as keep their sums in registers
             constexpr int MOST = C <= 4 ? 4 : 2;
@@ -205,10 +218,6 @@ static void attend(const AttentionCall& call) {
 // Returns false for a head dim that there is no code for.
 template <class T>
 static bool attend_rows(const AttentionCall& call, int64_t head_dim) {
-    if (call.slots)
-        store_tokens((char*)call.keys, (char*)call.values, call.head_stride * sizeof(T),
-                     (const char*)call.key, call.key_stride * sizeof(T), (const char*)call.value,
-                     call.value_stride * sizeof(T), call.slots, call.rows, call.kv_heads, head_dim * sizeof(T));
     switch (head_dim) {
         case 16: attend<T, 1>(call); return true;
         case 32: attend<T, 2>(call); return true;
