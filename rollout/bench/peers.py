@@ -19,7 +19,8 @@ from rollout.types import RolloutMetrics, SamplingParams
 
 WARM_UP_TOKENS, WARM_UP_REQUESTS = 4, 16
 CHOOSING_FACTOR, CHOOSING_PROMPT_TOKENS = 4, 2**14
-"""A peer's setting is chosen on requests of a fourth of their lengths, with so many prompt tokens."""
+"""A peer's setting is chosen on the first requests that have so many prompt tokens together, at a fourth of
+their lengths."""
 PAGE_SIZES = (32, 256)
 MOST_REQUESTS = (32, 64)
 """Requests that transformers may batch, besides all: its attention on a CPU takes each row over the keys of
