@@ -8,54 +8,13 @@ Legend: C rows of one chunk, V vocabulary, W width of a padded matrix of ids.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.types import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """Whose token is drawn, and how."""
-
-    params: SamplingParams
-    ids: Sequence[int]
-    """Prompt and generated tokens so far."""
-    prompt_len: int
-    ending_ids: frozenset[int]
-    """Every id that ends the request; masked until ``min_new_tokens`` are generated."""
-    noise_key: tuple[int, int, int]
-    """(seed < 2**63, stream_lo < 2**32, stream_hi < 2**32)."""
-    index: int
-    """Which of the request's ``n`` samples this is."""
-
-    @property
-    def position(self) -> int:
-        """Number of generated tokens."""
-        return len(self.ids) - self.prompt_len
-
-    @property
-    def has_counts(self) -> bool:
-        """Whether presence or frequency penalties change a logit of this draw."""
-        return self.position > 0 and bool(self.params.presence_penalty or self.params.frequency_penalty)
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether the ending ids are still forbidden."""
-        return self.position < self.params.min_new_tokens and bool(self.ending_ids)
-
-    @property
-    def is_processed(self) -> bool:
-        """Whether anything changes the logits before the temperature does."""
-        params = self.params
-        touched = (
-            bool(params.logit_bias) or params.repetition_penalty != 1.0 or bool(params.logits_processors)
-        )
-        return touched or self.has_counts or self.has_mask
+from rollout.sampling_row import SamplingRow
 
 
 def process(raw: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, dict[int, Exception]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+from rollout.sampling_row import SamplingRow
 from rollout.types import Completion, DrawnToken, FinishReason, SamplingParams
 
 
@@ -76,6 +77,8 @@ class Sequence:
     index: int
     ids: list[int]
     num_groups: int
+    row: SamplingRow = field(init=False)
+    """The sample as the draw sees it."""
     state: SequenceState = SequenceState.WAITING
     num_computed: int = 0
     tables: list[list[int]] = field(init=False)
@@ -99,6 +102,15 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.reset_tables(self.num_groups)
+        request = self.request
+        self.row = SamplingRow(
+            params=request.params,
+            ids=self.ids,
+            prompt_len=len(request.prompt_ids),
+            ending_ids=request.ending_ids,
+            noise_key=request.noise_key,
+            index=request.first_index + self.index,
+        )
 
     def reset_tables(self, num_groups: int) -> None:
         """Start with empty tables for that many layer groups."""

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollout.native import Kernels
-
 BLOCK = 256
 """Tokens per block of the two-level draw: few enough blocks to accumulate in float64 for free."""
 SPREAD_DTYPES = (torch.float32, torch.bfloat16)
@@ -25,6 +23,15 @@ class Knobs(NamedTuple):
     top_k: Tensor  # [C, 1] int64 in [1, V]; V keeps all
     top_p: Tensor  # [C, 1] float64; inf keeps all
     min_p: Tensor  # [C, 1] float64; 0 keeps all
+
+    @classmethod
+    def of(cls, table: Tensor, vocab: int) -> "Knobs":
+        """Of [C, 5] float64: the noise and then ``SamplingRow.knobs`` of each row."""
+        uniform, heat, top_k, top_p, min_p = table.split(1, dim=1)
+        temperature = heat.where(heat > 0, 1.0).float()
+        return cls(
+            uniform[:, 0], temperature, top_k.where(top_k > 0, vocab).long().clamp(max=vocab), top_p, min_p
+        )
 
     def at(self, where: Tensor | slice) -> "Knobs":
         return Knobs(*(knob[where] for knob in self))
@@ -46,14 +53,11 @@ class Spread(NamedTuple):
 
 
 class Spreader:
-    """Finds the :class:`Spread` of chunks, in compiled code or with torch's operators."""
+    """Finds the :class:`Spread` of chunks; its scratch is kept for all of them to spare page faults."""
 
-    def __init__(self, kernels: Kernels | None, logits: Tensor, max_rows: int) -> None:
-        self.kernels = kernels
-        self._scratch = torch.empty(0)
-        if kernels is None:  # kept for all chunks to spare page faults
-            width = math.ceil(logits.shape[1] / BLOCK) * BLOCK
-            self._scratch = torch.empty((max_rows, width), dtype=torch.float32, device=logits.device)
+    def __init__(self, logits: Tensor, max_rows: int) -> None:
+        width = math.ceil(logits.shape[1] / BLOCK) * BLOCK
+        self._scratch = torch.empty((max_rows, width), dtype=torch.float32, device=logits.device)
 
     def __call__(self, scores: Tensor, knobs: Knobs, heated: bool) -> Spread:
         """The spread of ``scores`` [C, V].
@@ -61,9 +65,6 @@ class Spreader:
         ``heated`` False says that every temperature is 1 and saves a pass; dividing by 1 changes no
         bit, so a row's numbers do not depend on it.
         """
-        if self.kernels is not None:
-            peak, mass = self.kernels.spread(readable(scores), knobs.temperature[:, 0], BLOCK)
-            return Spread(peak[:, None], mass.double().cumsum(dim=-1))
         scores = scores.float()
         vocab, weights = scores.shape[1], self._scratch[: len(scores)]
         peak = scores.amax(dim=-1, keepdim=True)
@@ -72,8 +73,12 @@ class Spreader:
         if heated:
             weights.div_(knobs.temperature)
         weights.exp_()
-        mass = weights.view(len(weights), -1, BLOCK).sum(dim=-1)
-        return Spread(peak, mass.double().cumsum(dim=-1))
+        return spread_of_blocks(peak, weights.view(len(weights), -1, BLOCK).sum(dim=-1))
+
+
+def spread_of_blocks(peak: Tensor, mass: Tensor) -> Spread:
+    """From the highest score [C, 1] and each block's mass [C, B] float32."""
+    return Spread(peak, mass.double().cumsum(dim=-1))
 
 
 def readable(scores: Tensor) -> Tensor:

@@ -19,11 +19,11 @@ from rollout.config import EngineConfig
 from rollout.execution import StepExecutor
 from rollout.kv_cache import KVCache
 from rollout.meter import Meter
-from rollout.native import Kernels
+from rollout.native import DrawKernels, Kernels
 from rollout.packing import PackedLinears
 from rollout.parallel import Ranks
 from rollout.probe import ModelPlan
-from rollout.sampling import SamplingRow, launch_draw
+from rollout.sampling import launch_draw
 from rollout.scheduler import Scheduler
 from rollout.sequence import Request, StepPlan
 from rollout.sequence import Sequence as Sample
@@ -63,7 +63,7 @@ class Stepper:
         self.is_ready = False
         """Whether there was a view."""
         self._config, self._ranks, self._packed = config, ranks, packed
-        self._kernels: Kernels | None = None
+        self._draw_kernels: DrawKernels | None = None
         self._position_limit = self._swap_bytes = 0
         self._version = -1
         self._is_sized = False  # whether the cache was sized since the last request came
@@ -95,7 +95,8 @@ class Stepper:
             and (page_size, order) == (self.cache.page_size, self.cache.order)
             and position_limit == self._position_limit
         )
-        self.backend, self.plan, self._kernels, self._device = backend, plan, kernels, device
+        self.backend, self.plan, self._device = backend, plan, device
+        self._draw_kernels = None if kernels is None else kernels.draws
         self._position_limit, self._version = position_limit, version
         self.executor.renew(view, plan, backend, page_size, position_limit)
         if is_same and (self.cache.has_scrap or not self.executor.is_recording):
@@ -216,10 +217,10 @@ class Stepper:
         self.meter.move(self._packed.take_seconds(), "forward", "weights")  # made when first used
         drawing = plan.drawing()
         with self.meter.stage("sample"):
-            rows = [_sampling_row(sequence) for sequence in drawing]
+            rows = [sequence.row for sequence in drawing]
             # logits of two ranks may differ in the last bit, so only one of them draws
             is_drawing = bool(drawing) and self._ranks.is_driver
-            draws = launch_draw(logits, rows, batch.logit_rows, self._kernels) if is_drawing else None
+            draws = launch_draw(logits, rows, batch.logit_rows, self._draw_kernels) if is_drawing else None
         return Flight(plan=plan, drawing=tuple(drawing), draws=draws, version=self._version)
 
     def _land(self, flight: Flight) -> None:
@@ -273,15 +274,3 @@ class Stepper:
 
     def _empty_swap(self) -> SwapSpace:
         return SwapSpace(self._swap_bytes, self.plan.layout.page_bytes(self.cache.page_size))
-
-
-def _sampling_row(sequence: Sample) -> SamplingRow:
-    request = sequence.request
-    return SamplingRow(
-        params=request.params,
-        ids=sequence.ids,
-        prompt_len=len(request.prompt_ids),
-        ending_ids=request.ending_ids,
-        noise_key=request.noise_key,
-        index=request.first_index + sequence.index,
-    )

@@ -198,15 +198,15 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels: Kernels, dtype:
     table = torch.arange(1, 22).view(rows, 3)
     seen = torch.tensor([[0, length] for length in lengths])
     query, logits = randn(rows, 4, 32, dtype=dtype), randn(rows, 500, dtype=dtype, seed=1)
-    share = torch.linspace(0, 0.9, rows, dtype=torch.float64)
+    knobs = torch.tensor([[i / rows, 1.0, i % 2 * 9, 0.9, 0.0] for i in range(rows)], dtype=torch.float64)
+    knobs[::3, 3] = 2.0  # some without limits
     panels = None if kernels.products is None else kernels.products.pack(randn(8, 128, dtype=dtype), None)
     wide = None if kernels.products is None else kernels.products.pack(randn(700, 512, dtype=dtype), None)
 
     def results() -> list[Tensor]:
         found = [kernels.attend(query, pages, pages, table, seen, 0.2)]
         found += [kernels.attend(query[:2], pages, pages, table[:2], seen[:2], 0.2)]
-        for top_k in (torch.zeros(rows, dtype=torch.int64), torch.full((rows,), 9)):
-            found.append(kernels.pick(logits, share, torch.ones(rows), top_k, share + 0.1, 0 * share, 64))
+        found.append(kernels.draws.pick(logits, range(rows), knobs, 64))
         found += [] if panels is None else [panels.multiply(randn(90, 128, dtype=dtype, seed=2))]
         found += [] if wide is None else [wide.multiply(randn(33, 512, dtype=dtype, seed=2))]
         return found

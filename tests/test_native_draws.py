@@ -10,20 +10,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout import sampling
-from rollout.native import Kernels, load_kernels
+from rollout.native import DrawKernels, load_kernels
+from rollout.noise import uniforms
 from rollout.types import DrawnToken
 from test_native import DTYPES, randn
 from test_sampling import make_row
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return load_kernels()
+def kernels() -> DrawKernels:
+    return load_kernels().draws
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 256, 1000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_spread_is_peak_and_mass_by_block(kernels: Kernels, dtype: torch.dtype, vocab: int) -> None:
+def test_spread_is_peak_and_mass_by_block(kernels: DrawKernels, dtype: torch.dtype, vocab: int) -> None:
     wide = randn(5, vocab + 3, dtype=dtype) * 9
     logits, heat = wide[:, :vocab], torch.tensor([1.0, 0.3, 2.0, 1e-3, 1.0])
     logits[4, vocab // 2 :] = -torch.inf  # what a mask does
@@ -37,7 +38,7 @@ def test_spread_is_peak_and_mass_by_block(kernels: Kernels, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_spread_shows_what_is_not_finite(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_spread_shows_what_is_not_finite(kernels: DrawKernels, dtype: torch.dtype) -> None:
     logits = randn(4, 100, dtype=dtype)
     logits[0, 97], logits[1, 3], logits[2] = float("nan"), float("inf"), -float("inf")
     peak, _ = kernels.spread(logits, torch.ones(4), 64)
@@ -55,7 +56,7 @@ def test_spread_shows_what_is_not_finite(kernels: Kernels, dtype: torch.dtype) -
     seed=st.integers(0, 999),
 )
 def test_pick_is_the_token_in_whose_mass_the_share_falls(
-    kernels: Kernels,
+    kernels: DrawKernels,
     vocab: int,
     dtype: torch.dtype,
     shares: list[float],
@@ -67,11 +68,11 @@ def test_pick_is_the_token_in_whose_mass_the_share_falls(
     logits = torch.randn(len(shares), vocab, generator=generator) * 3
     logits[:, 1:][torch.rand(len(shares), vocab - 1, generator=generator) < impossible] = -math.inf
     logits = logits.to(dtype)
-    share, heat = torch.tensor(shares, dtype=torch.float64), torch.full((len(shares),), temperature)
-    nothing = torch.zeros(len(shares), dtype=torch.int64), share + 2, torch.zeros_like(share)
-    token, logprob, log_kept, peak = kernels.pick(logits, share, heat, *nothing, 256).unbind(dim=1)
+    knobs = torch.tensor([[share, temperature, 0, math.inf, 0] for share in shares], dtype=torch.float64)
+    token, logprob, log_kept, peak = kernels.pick(logits, range(len(shares)), knobs, 256).unbind(dim=1)
     assert (log_kept == 0).all()
-    exact = torch.log_softmax(logits.double() / heat.double()[:, None], dim=-1)
+    heat = torch.tensor(temperature).double()  # rounded as in the kernels
+    exact = torch.log_softmax(logits.double() / heat, dim=-1)
     for i, (row, at) in enumerate(zip(exact, token.long().tolist(), strict=True)):
         upto = row.exp().cumsum(0)
         assert row[at] > -math.inf and upto[at] - row[at].exp() - 1e-6 <= shares[i] <= upto[at] + 1e-6
@@ -80,11 +81,11 @@ def test_pick_is_the_token_in_whose_mass_the_share_falls(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pick_shows_what_is_not_finite(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_pick_shows_what_is_not_finite(kernels: DrawKernels, dtype: torch.dtype) -> None:
     logits = torch.randn(4, 300).to(dtype)
     logits[0, 290], logits[1, 5], logits[2] = math.nan, math.inf, -math.inf
-    for limits in ({}, {"top_k": torch.full((4,), 3)}):
-        check_not_finite(pick(kernels, logits, 0.5, **limits))
+    for knobs in ({}, {"top_k": 3}, {"heat": 0}):
+        check_not_finite(pick(kernels, logits, 0.5, **knobs))
 
 
 def check_not_finite(picks: Tensor) -> None:
@@ -93,7 +94,7 @@ def check_not_finite(picks: Tensor) -> None:
     assert ((token >= 0) & (token < 300)).all()
 
 
-def test_pick_stays_where_there_is_mass_when_the_share_is_rounded_to_all(kernels: Kernels) -> None:
+def test_pick_stays_where_there_is_mass_when_the_share_is_rounded_to_all(kernels: DrawKernels) -> None:
     logits = torch.full((1, 700), -math.inf)
     logits[0, [3, 300, 310]] = 0.0
     token, logprob, *_ = pick(kernels, logits, math.nextafter(1, 0))[0].tolist()
@@ -110,7 +111,7 @@ def test_pick_stays_where_there_is_mass_when_the_share_is_rounded_to_all(kernels
     scale=st.sampled_from([0.1, 2.0, 30.0]),
 )
 def test_limited_picks_are_among_what_is_kept(
-    kernels: Kernels, data: st.DataObject, vocab: int, dtype: torch.dtype, step: float, scale: float
+    kernels: DrawKernels, data: st.DataObject, vocab: int, dtype: torch.dtype, step: float, scale: float
 ) -> None:
     rows = 4
 
@@ -121,12 +122,13 @@ def test_limited_picks_are_among_what_is_kept(
     logits = randn(rows, vocab, dtype=dtype, seed=data.draw(st.integers(0, 999))) * scale
     if step:
         logits = (logits / step).round() * step  # many equal ones
-    heat = some([1.0, 0.7, 3.0], torch.float32)
-    top_k = some([0, 0, 1, 5, 60], torch.int64).where(torch.tensor(vocab > 60), 0)
+    heat = some([1.0, 0.7, 3.0], torch.float64)
+    top_k = some([0, 0, 1, 5, 60], torch.float64)
     top_p = some([0.1, 0.9, 0.999, math.inf], torch.float64)
     min_p = some([0.0, 0.0, 0.05], torch.float64)
     share = some([0.0, 0.3, 0.8, math.nextafter(1, 0)], torch.float64)
-    found = kernels.pick(logits, share, heat, top_k, top_p, min_p, 64)
+    found = kernels.pick(logits, range(rows), torch.stack([share, heat, top_k, top_p, min_p], dim=1), 64)
+    top_k, heat = top_k.where(top_k < vocab, 0), heat.float()
     for row in range(rows):
         token, logprob, log_kept, peak = found[row].tolist()
         scaled = logits[row].float() / heat[row]
@@ -157,38 +159,76 @@ def test_limited_picks_are_among_what_is_kept(
             assert upto[at] - exact[int(token)].exp() / masses[0] - 1e-5 <= share[row] <= upto[at] + 1e-5
 
 
-def pick(kernels: Kernels, logits: Tensor, share: float, heat: float = 1.0, **limits: Tensor) -> Tensor:
-    rows = len(logits)
-    return kernels.pick(
-        logits,
-        torch.full((rows,), share, dtype=torch.float64),
-        torch.full((rows,), heat),
-        limits.get("top_k", torch.zeros(rows, dtype=torch.int64)),
-        limits.get("top_p", torch.full((rows,), math.inf, dtype=torch.float64)),
-        torch.zeros(rows, dtype=torch.float64),
-        256,
-    )
+def pick(
+    kernels: DrawKernels,
+    logits: Tensor,
+    share: float,
+    *,
+    heat: float = 1.0,
+    top_k: int = 0,
+    top_p: float = math.inf,
+) -> Tensor:
+    """Every row drawn alike."""
+    knobs = torch.tensor([[share, heat, top_k, top_p, 0.0]] * len(logits), dtype=torch.float64)
+    return kernels.pick(logits, range(len(logits)), knobs, 256)
 
 
-def test_limited_picks_at_an_extreme_temperature_stay_inside_the_vocabulary(kernels: Kernels) -> None:
+def test_limited_picks_at_an_extreme_temperature_stay_inside_the_vocabulary(kernels: DrawKernels) -> None:
     logits = torch.full((1, 70), -torch.inf)
     logits[0, :5] = torch.arange(5.0)
     for top_k, expected in ((3, {4, 3, 2}), (50, {4, 3, 2, 1, 0})):
         shares = [i / 100 for i in range(100)]
-        found = {int(pick(kernels, logits, u, 3e38, top_k=torch.tensor([top_k]))[0, 0]) for u in shares}
+        found = {int(pick(kernels, logits, u, heat=3e38, top_k=top_k)[0, 0]) for u in shares}
         assert found == expected
 
 
-def test_limits_that_keep_few_or_nearly_all(kernels: Kernels) -> None:
+def test_limits_that_keep_few_or_nearly_all(kernels: DrawKernels) -> None:
     """40 tokens share the mass, or all of them do."""
     logits = randn(8, 50_000)
     logits[:, 1000:1040] += 12
-    top_k = torch.tensor([0, 0, 0, 0, 1, 10, 50, 200])
-    top_p = torch.full((8,), 0.9, dtype=torch.float64)
-    found = pick(kernels, logits, 0.5, top_k=top_k, top_p=top_p)[:, 0]
-    assert ((found >= 1000) & (found < 1040)).all()
-    _, _, log_kept, _ = pick(kernels, randn(2, 50_000) * 0.1, 0.5, top_p=top_p[:2]).unbind(dim=1)
-    torch.testing.assert_close(log_kept.exp(), top_p[:2], atol=1e-4, rtol=0)
+    for top_k in (0, 1, 10, 50, 200):
+        found = pick(kernels, logits, 0.5, top_k=top_k, top_p=0.9)[:, 0]
+        assert ((found >= 1000) & (found < 1040)).all()
+    _, _, log_kept, _ = pick(kernels, randn(2, 50_000) * 0.1, 0.5, top_p=0.9).unbind(dim=1)
+    torch.testing.assert_close(log_kept.exp(), torch.full_like(log_kept, 0.9), atol=1e-4, rtol=0)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 700), st.sampled_from(DTYPES), st.integers(0, 999))
+def test_greedy_picks_are_the_first_of_the_highest(
+    kernels: DrawKernels, vocab: int, dtype: torch.dtype, seed: int
+) -> None:
+    logits = randn(3, vocab, seed=seed).round().to(dtype)  # many equal ones
+    token, logprob, log_kept, peak = pick(kernels, logits, 0.7, heat=0, top_k=2).unbind(dim=1)
+    assert torch.equal(token.long(), logits.max(dim=-1).indices) and torch.equal(logprob, log_kept)
+    assert torch.equal(peak, logits.double().amax(dim=-1))
+    exact = torch.log_softmax(logits.double(), dim=-1).gather(1, token.long()[:, None])[:, 0]
+    torch.testing.assert_close(logprob, exact, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_draw_from_the_logits_that_are_named(kernels: DrawKernels) -> None:
+    logits = randn(4, 300)
+    knobs = torch.tensor([[i / 6, 1.0, 0, math.inf, 0] for i in range(6)], dtype=torch.float64)
+    sources = [2, 0, 0, 3, 1, 2]
+    expected = kernels.pick(logits[sources], range(6), knobs, 64)
+    assert torch.equal(kernels.pick(logits, sources, knobs, 64), expected)
+    assert kernels.pick(logits, [], knobs[:0], 64).shape == (0, 4)
+    with pytest.raises(AssertionError):
+        kernels.pick(logits, [4], knobs[:1], 64)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 2**63 - 1), *[st.integers(0, 2**32 - 1)] * 4), max_size=5))
+def test_noise_is_that_of_the_noise_room(
+    kernels: DrawKernels, places: list[tuple[int, int, int, int, int]]
+) -> None:
+    keys, indices, positions = [p[:3] for p in places], [p[3] for p in places], [p[4] for p in places]
+    assert kernels.uniforms(places).tolist() == uniforms(keys, indices, positions).tolist()
+
+
+def test_noise_refuses_words_beyond_32_bits(kernels: DrawKernels) -> None:
+    with pytest.raises(AssertionError, match="32-bit"):
+        kernels.uniforms([(0, 0, 0, 2**32, 0)])
 
 
 @pytest.mark.parametrize(
@@ -203,7 +243,7 @@ def test_limits_that_keep_few_or_nearly_all(kernels: Kernels) -> None:
         {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
     ],
 )
-def test_draws_are_the_same_in_compiled_code(kernels: Kernels, params: dict[str, Any]) -> None:
+def test_draws_are_the_same_in_compiled_code(kernels: DrawKernels, params: dict[str, Any]) -> None:
     """Up to shares that fall on the edge between two tokens, or of what is kept. A seventh is impossible."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(300, 1000, generator=generator) * 3

@@ -25,9 +25,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from rollout import sampling, truncation
-from rollout.native import Kernels, load_kernels
-from rollout.sampling import SamplingRow, score
+from rollout import drawing, sampling, truncation
+from rollout.native import DrawKernels, load_kernels
+from rollout.sampling import score
+from rollout.sampling_row import SamplingRow
 from rollout.types import DrawnToken, NonFiniteLogits, SamplingParams
 
 KEY = (17, 3, 0)
@@ -36,12 +37,12 @@ KEY = (17, 3, 0)
 class Way:
     """Every test of this file runs twice: on torch's operators and on the compiled kernels."""
 
-    kernels: Kernels | None = None
+    kernels: DrawKernels | None = None
 
 
 @pytest.fixture(params=["torch", "native"], autouse=True, scope="module")
 def way(request: pytest.FixtureRequest) -> None:
-    Way.kernels = load_kernels() if request.param == "native" else None
+    Way.kernels = load_kernels().draws if request.param == "native" else None
 
 
 def draw(
@@ -357,10 +358,16 @@ def test_frequencies_match_the_probabilities(params: dict[str, Any], vocab: int)
     assert len(wanted) > 5 and chi_square < chi_square_limit(len(wanted) - 1)
 
 
+def fix_noise(monkeypatch: pytest.MonkeyPatch, uniform: float) -> None:
+    """Let all rows draw with one number."""
+    monkeypatch.setattr(drawing, "uniforms", lambda keys, *_: np.full(len(keys), uniform))
+    monkeypatch.setattr(DrawKernels, "uniforms", lambda _, places: np.full(len(places), uniform))
+
+
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-53, 1.0])
 def test_impossible_tokens_are_never_drawn(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """At both ends of the unit interval; 1.0 stands for a product that rounding lifts to the total."""
-    monkeypatch.setattr(sampling, "uniforms", lambda keys, *_: np.full(len(keys), uniform))
+    fix_noise(monkeypatch, uniform)
     logits = torch.full((3, 1000), -math.inf)
     logits[0, 300:310] = torch.randn(10, generator=torch.Generator().manual_seed(1))
     logits[1, [0, 999]] = torch.tensor([0.0, -500.0])  # exp(-500) is 0 in float32
@@ -384,7 +391,7 @@ def test_rare_tokens_are_not_rounded_away(monkeypatch: pytest.MonkeyPatch) -> No
     logits[0, 0] = 0.0
     for wanted in (100, 30_000):
         uniform = (1 + (wanted - 0.5) * rare) / (1 + 50_000 * rare)
-        monkeypatch.setattr(sampling, "uniforms", lambda *_, value=uniform: np.array([value]))
+        fix_noise(monkeypatch, uniform)
         assert abs(drawn(draw(logits, [make_row()])[0]).token_id - wanted) <= 60
 
 

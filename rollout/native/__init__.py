@@ -2,6 +2,7 @@
 
 from rollout.native.build import BuildError
 from rollout.native.decode import DecodeCall, DecodeRows, LayerPlace
+from rollout.native.draws import DrawKernels
 from rollout.native.kernels import Kernels, chosen_kernels, load_kernels
 from rollout.native.layers import LayerKernels, LayerWeights
 from rollout.native.library import HEAD_DIMS, KINDS, LANES
@@ -14,6 +15,7 @@ __all__ = [
     "BuildError",
     "DecodeCall",
     "DecodeRows",
+    "DrawKernels",
     "Kernels",
     "LayerKernels",
     "LayerPlace",

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "noise.h"
 #include "sampling.h"
 
 // Products are made here on CPUs with bf16 dot products; elsewhere oneDNN makes them.
@@ -65,14 +66,14 @@ void rollout_spread(int kind, float* peak, float* mass, const void* x, int64_t s
     else spread(peak, mass, (const bf16*)x, stride, temperature, rows, vocab, block);
 }
 
-void rollout_pick(int kind, Pick* picks, const void* x, int64_t stride, const double* share,
-                  const float* temperature, const int64_t* top_k, const double* top_p, const double* min_p,
-                  int64_t rows, int64_t vocab, int64_t block) {
-    auto run = [&](auto* typed) {
-        pick(picks, typed, stride, share, temperature, top_k, top_p, min_p, rows, vocab, block);
-    };
-    if (kind == 0) run((const float*)x);
-    else run((const bf16*)x);
+void rollout_pick(int kind, Pick* picks, const void* x, int64_t stride, const int64_t* sources,
+                  const Knobs* knobs, int64_t rows, int64_t vocab, int64_t block) {
+    if (kind == 0) pick(picks, (const float*)x, stride, sources, knobs, rows, vocab, block);
+    else pick(picks, (const bf16*)x, stride, sources, knobs, rows, vocab, block);
+}
+
+void rollout_uniforms(double* numbers, const Draw* draws, int64_t count) {
+    for (int64_t i = 0; i < count; i++) numbers[i] = uniform(draws[i]);
 }
 
 #if HAS_PRODUCTS

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rollout.native.build import BuildError, load_library
 from rollout.native.decode import DecodeCall, LayerPlace
+from rollout.native.draws import DrawKernels
 from rollout.native.layers import LayerKernels, LayerWeights
 from rollout.native.library import HEAD_DIMS, KINDS, LANES, MAX_HEAD_DIM, Library, attention_arguments
 from rollout.native.products import Products
@@ -23,7 +24,7 @@ logger = logging.getLogger("rollout")
 
 
 class Kernels:
-    """Parts of a decoder layer, paged attention and the passes of a draw, on CPU tensors without gradients.
+    """Parts of a decoder layer, paged attention and draws, on CPU tensors without gradients.
 
     Each function equals the torch operators it stands for, up to the order of sums, fused
     multiply-adds and an exp that is good to 2e-7; bf16 results are rounded where eager torch rounds, but
@@ -40,6 +41,8 @@ class Kernels:
         """Products of matrices; ``None`` on a CPU without bf16 dot products."""
         self.layers = LayerKernels(self._library) if self._library.panel_rows else None
         """Decoder layers on those products."""
+        self.draws = DrawKernels(self._library)
+        """Draws of tokens."""
 
     def timing(self) -> AbstractContextManager[dict[str, float]]:
         """Adds up the seconds inside each function while the block runs: no profiler sees them."""
@@ -208,87 +211,6 @@ class Kernels:
         done = self._library["attend"](_kind(query.dtype, query.dtype), ctypes.byref(call), size)
         assert done, f"no code for head dim {size}"
         return out
-
-    def spread(self, logits: Tensor, temperature: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Highest logit of each row, and the mass of each block of tokens.
-
-        Args:
-            logits: [R, V] float32 or bfloat16, rows may lie apart.
-            temperature: [R] float32, above 0.
-            block: tokens per block, a multiple of 16.
-
-        Returns the peak [R] float32 (NaN where the row holds one) and the sums of
-        ``exp((logit - peak) / temperature)`` over blocks, [R, ceil(V / block)] float32.
-        """
-        rows, vocab = logits.shape
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        assert logits.device.type == "cpu" and block % LANES == 0
-        assert temperature.shape == (rows,) and temperature.dtype == torch.float32
-        temperature = temperature.contiguous()
-        peak = torch.empty(rows, dtype=torch.float32)
-        mass = torch.empty((rows, -(-vocab // block)), dtype=torch.float32)
-        self._library["spread"](
-            _kind(logits.dtype, logits.dtype),
-            peak.data_ptr(),
-            mass.data_ptr(),
-            logits.data_ptr(),
-            logits.stride(0),
-            temperature.data_ptr(),
-            rows,
-            vocab,
-            block,
-        )
-        return peak, mass
-
-    def pick(
-        self,
-        logits: Tensor,
-        share: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        block: int,
-    ) -> Tensor:
-        """Draw a token of each row by its probability, among those that its limits keep.
-
-        Args:
-            logits: [R, V] float32 or bfloat16, rows may lie apart.
-            share: [R] float64 in [0, 1): the first token is drawn at which the mass so far is above that
-                share of what is kept; in the order of the vocabulary, or by rank where a limit is set.
-            temperature: [R] float32, above 0.
-            top_k: [R] int64: that many tokens and those equal to the last; 0 for no such limit.
-            top_p: [R] float64: the most likely tokens of that share of the mass; above 1 for no such limit.
-            min_p: [R] float64: tokens of at least that share of the most likely one's probability.
-            block: tokens whose mass is summed up as one, a multiple of 16.
-
-        Returns [R, 4] float64: the token, its ``log_softmax(logits / temperature)``, the log of the kept
-        mass, and the highest logit (NaN where the row holds one; nothing else counts then).
-        """
-        rows, vocab = logits.shape
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        given = [each.contiguous() for each in (share, temperature, top_k, top_p, min_p)]
-        assert logits.device.type == "cpu" and block % LANES == 0
-        assert all(each.shape == (rows,) for each in given)
-        assert [each.dtype for each in given] == [
-            torch.float64,
-            torch.float32,
-            torch.int64,
-            torch.float64,
-            torch.float64,
-        ]
-        picks = torch.empty((rows, 4), dtype=torch.float64)
-        self._library["pick"](
-            _kind(logits.dtype, logits.dtype),
-            picks.data_ptr(),
-            logits.data_ptr(),
-            logits.stride(0),
-            *(each.data_ptr() for each in given),
-            rows,
-            vocab,
-            block,
-        )
-        return picks
 
 
 def chosen_kernels(mode: bool | str, device: torch.device) -> Kernels | None:

@@ -165,7 +165,8 @@ class Library:
             ),
             "attend": _typed(library.rollout_attend, int_, reference(AttentionArguments), i64),
             "spread": _typed(library.rollout_spread, int_, *[pointer] * 3, i64, pointer, i64, i64, i64),
-            "pick": _typed(library.rollout_pick, int_, *[pointer] * 2, i64, *[pointer] * 5, *[i64] * 3),
+            "pick": _typed(library.rollout_pick, int_, *[pointer] * 2, i64, *[pointer] * 2, *[i64] * 3),
+            "uniforms": _typed(library.rollout_uniforms, pointer, pointer, i64),
         }
         self.panel_rows: int = library.rollout_panel_rows()
         """Weight rows that lie together in a panel; 0 on a CPU without bf16 dot products."""

@@ -84,6 +84,16 @@ struct Pick {
     double token, logprob, log_kept, peak;
 };
 
+// How a row is drawn: the share of the mass, and the rest of its parameters; temperature 0 is greedy.
+struct Knobs {
+    double share, temperature, top_k, top_p, min_p;
+
+    float heat() const { return temperature == 0 ? 1.0f : float(temperature); }
+    Limits limits(int64_t vocab) const {
+        return {top_k < vocab ? int64_t(top_k) : 0, top_p, min_p};
+    }
+};
+
 // Logits of a row and what is known of them.
 template <class T>
 struct Row {
@@ -259,12 +269,30 @@ static Pick pick_of_ranked(const Row<T>& row, double share, const Limits& limits
     return row.picked(found.ids[place], is_cut ? std::min(0.0, std::log(kept / row.total)) : 0);
 }
 
+// The first token of the highest logit. It is certain: the log of the mass kept is its own.
 template <class T>
-static Pick pick_row(Row<T> row, float* mass, float* weights, double share, Limits limits,
-                     Candidates& found) {
+static Pick pick_highest(const Row<T>& row) {
+    int64_t token = 0;
+    for (int64_t i = 0; i < row.vocab; i += LANES) {
+        const vf v = read(row.x, i, row.vocab);
+        if (highest(v) != row.peak) continue;
+        while (v[token] != row.peak) token++;
+        token += i;
+        break;
+    }
+    Pick pick = row.picked(token, 0);
+    pick.log_kept = pick.logprob;
+    return pick;
+}
+
+template <class T>
+static Pick pick_row(Row<T> row, float* mass, float* weights, const Knobs& knobs, Candidates& found) {
+    const double share = knobs.share;
+    Limits limits = knobs.limits(row.vocab);
     const Top top = spread_row(mass, row.x, row.heat, row.vocab, row.block);
     row.peak = top.peak, row.possible = top.possible, row.mass = mass;
     for (int64_t b = 0; b * row.block < row.vocab; b++) row.total += mass[b];
+    if (knobs.temperature == 0) return pick_highest(row);
     if (limits.are_none() || !std::isfinite(row.peak)) return pick_of_all(row, share, weights);
     limits.top_k = std::min(limits.top_k, row.possible);
     float reach = FIRST_REACH, gap = -1;
@@ -282,20 +310,18 @@ static Pick pick_row(Row<T> row, float* mass, float* weights, double share, Limi
     return pick_of_ranked(row, share, limits, found);
 }
 
-// Picks [R] from rows of x [R, V] (`stride` elements apart) with shares [R] in [0, 1) and limits [R] each.
+// Picks [R]: the r-th from row sources[r] of x [L, V], whose rows lie `stride` elements apart.
 template <class T>
-static void pick(Pick* picks, const T* x, int64_t stride, const double* share, const float* temperature,
-                 const int64_t* top_k, const double* top_p, const double* min_p, int64_t rows, int64_t vocab,
-                 int64_t block) {
+static void pick(Pick* picks, const T* x, int64_t stride, const int64_t* sources, const Knobs* knobs,
+                 int64_t rows, int64_t vocab, int64_t block) {
 #pragma omp parallel if (rows > 1)
     {
         std::vector<float> mass((vocab + block - 1) / block), weights(block);
         Candidates found;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t r = 0; r < rows; r++) {
-            const Row<T> row{x + r * stride, temperature[r], vocab, block};
-            const Limits limits{top_k[r], top_p[r], min_p[r]};
-            picks[r] = pick_row(row, mass.data(), weights.data(), share[r], limits, found);
+            const Row<T> row{x + sources[r] * stride, knobs[r].heat(), vocab, block};
+            picks[r] = pick_row(row, mass.data(), weights.data(), knobs[r], found);
         }
     }
 }
