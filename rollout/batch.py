@@ -13,7 +13,7 @@ S slots in a page, C keys seen through a table (W * S), D drawing rows.
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
@@ -152,26 +152,45 @@ def build_batch(
     ``run_rules`` there are runs for a paged kernel and no buckets.
     """
     runs = _split_by_kind(plan.rows)
-    rows = [row for _, run in runs for row in run]
-    starts = np.cumsum([0, *(row.length for row in rows)])
-    ids = [t for row in rows for t in row.sequence.ids[row.start : row.start + row.length]]
-    positions = np.concatenate([np.arange(row.start, row.start + row.length) for row in rows])
-    last_token = {id(row): int(end) - 1 for row, end in zip(rows, starts[1:], strict=True)}
+    packed = _Packed.of([row for _, run in runs for row in run])
+    ids = [t for row in packed.rows for t in row.sequence.ids[row.start : row.start + row.length]]
+    last_token = {id(row): end - 1 for row, end in zip(packed.rows, packed.ends, strict=True)}
     drawing = [row for row in plan.rows if row.draws]
     return StepBatch(
         input_ids=torch.tensor(ids, device=device).unsqueeze(0),
-        position_ids=torch.from_numpy(positions).to(device).unsqueeze(0),
+        position_ids=torch.from_numpy(packed.positions).to(device).unsqueeze(0),
         logit_index=torch.tensor([last_token[id(row)] for row in drawing], dtype=torch.int64, device=device),
         logit_rows=tuple(i for i, row in enumerate(drawing) for _ in range(1 + len(row.forks))),
-        packed_rows=tuple(rows),
-        row_starts=tuple(int(start) for start in starts[:-1]),
+        packed_rows=packed.rows,
+        row_starts=packed.starts,
         groups=tuple(
-            _build_group(plan, runs, rows, starts, group, page_size, window, dtype, device, masks, run_rules)
+            _build_group(plan, runs, packed, group, page_size, window, dtype, device, masks, run_rules)
             for group, window in enumerate(windows)
         ),
         saves=_moves(plan.saves, device),
         loads=_moves(plan.loads, device),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Rows in packed order, and the tokens that they make."""
+
+    rows: tuple[PlannedRow, ...]
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    owners: npt.NDArray[np.int64]
+    """[T], which row each token is of."""
+    positions: npt.NDArray[np.int64]
+    """[T]."""
+
+    @classmethod
+    def of(cls, rows: SequenceABC[PlannedRow]) -> "_Packed":
+        ends = tuple(accumulate(row.length for row in rows))
+        starts = (0, *ends[:-1])
+        owners = np.repeat(np.arange(len(rows)), [row.length for row in rows])
+        offsets = np.array([row.start - start for row, start in zip(rows, starts, strict=True)])
+        return cls(tuple(rows), starts, ends, owners, np.arange(ends[-1]) + offsets[owners])
 
 
 def _moves(transfers: SequenceABC[PageTransfer], device: torch.device) -> tuple[PageMove, ...]:
@@ -186,6 +205,8 @@ def _moves(transfers: SequenceABC[PageTransfer], device: torch.device) -> tuple[
 def _split_by_kind(rows: SequenceABC[PlannedRow]) -> list[tuple[BucketKind, list[PlannedRow]]]:
     """Rows by kind, each kind sorted by size with the largest first."""
     decode = sorted((r for r in rows if r.length == 1), key=lambda r: -r.start)
+    if len(decode) == len(rows):
+        return [(BucketKind.DECODE, decode)]
     fresh = sorted((r for r in rows if r.length > 1 and r.start == 0), key=lambda r: -r.length)
     continued = sorted((r for r in rows if r.length > 1 and r.start > 0), key=lambda r: -r.length)
     kinds = ((BucketKind.DECODE, decode), (BucketKind.FRESH, fresh), (BucketKind.CONTINUED, continued))
@@ -195,8 +216,7 @@ def _split_by_kind(rows: SequenceABC[PlannedRow]) -> list[tuple[BucketKind, list
 def _build_group(
     plan: StepPlan,
     runs: list[tuple[BucketKind, list[PlannedRow]]],
-    rows: list[PlannedRow],
-    starts: npt.NDArray[np.int64],
+    packed: _Packed,
     group: int,
     page_size: int,
     window: int | None,
@@ -207,26 +227,27 @@ def _build_group(
 ) -> GroupBatch:
     spans = tuple(
         RowSpan(
-            start=int(start),
+            start=start,
             length=row.length,
             position=row.start,
             first_page=row.sequence.first_page[group],
             pages=tuple(row.sequence.tables[group]),
         )
-        for row, start in zip(rows, starts, strict=False)
+        for row, start in zip(packed.rows, packed.starts, strict=True)
     )
+    table = _table(spans)
     buckets: list[Bucket] = []
     paged: tuple[PagedRun, ...] = ()
     if run_rules is not None:
         num_decode = sum(len(run) for kind, run in runs if kind is BucketKind.DECODE)
         paged = build_runs(spans, num_decode, page_size, window, run_rules, device)
     else:
-        buckets = _build_buckets(spans, runs, page_size, window, dtype, device, masks)
+        buckets = _build_buckets(spans, table, runs, page_size, window, dtype, device, masks)
     copies = [copy for copy in plan.copies if copy.group == group]
     fresh = plan.fresh_pages[group] if plan.fresh_pages else ()
     return GroupBatch(
         window=window,
-        slots=torch.from_numpy(np.concatenate([_slots(span, page_size) for span in spans])).to(device),
+        slots=torch.from_numpy(_slots(spans, table, packed, page_size)).to(device),
         rows=spans,
         buckets=tuple(buckets),
         runs=paged,
@@ -238,6 +259,7 @@ def _build_group(
 
 def _build_buckets(
     spans: SequenceABC[RowSpan],
+    table: npt.NDArray[np.int64],
     runs: list[tuple[BucketKind, list[PlannedRow]]],
     page_size: int,
     window: int | None,
@@ -250,19 +272,20 @@ def _build_buckets(
         of_kind = spans[done : done + len(run)]
         done += len(run)
         if kind is BucketKind.DECODE and not masks:
-            buckets.append(_build_unmasked(of_kind, page_size, window, device))
+            buckets.append(_build_unmasked(of_kind, table, page_size, window, device))
             continue
         for first, last in _cut(kind, of_kind, page_size):
             buckets.append(_build_bucket(kind, of_kind[first:last], page_size, window, dtype, device))
     return buckets
 
 
-def _slots(span: RowSpan, page_size: int) -> npt.NDArray[np.int64]:
-    positions = np.arange(span.position, span.position + span.length)
-    pages = np.asarray(span.pages, dtype=np.int64)
-    slots: npt.NDArray[np.int64] = (
-        pages[positions // page_size - span.first_page] * page_size + positions % page_size
-    )
+def _slots(
+    spans: SequenceABC[RowSpan], table: npt.NDArray[np.int64], packed: _Packed, page_size: int
+) -> npt.NDArray[np.int64]:
+    """[T], where each token is stored."""
+    first_page = np.array([span.first_page for span in spans])
+    page, slot = np.divmod(packed.positions, page_size)
+    slots: npt.NDArray[np.int64] = table[packed.owners, page - first_page[packed.owners]] * page_size + slot
     return slots
 
 
@@ -297,7 +320,7 @@ def _build_bucket(
         tokens = torch.from_numpy((firsts + np.minimum(offsets, lengths - 1)).ravel()).to(device)
         kept = torch.from_numpy(np.flatnonzero(offsets < lengths)).to(device)
     if kind is not BucketKind.FRESH or (window is not None and query_len > window):
-        pages = _table(spans, device)
+        pages = torch.from_numpy(_table(spans).ravel()).to(device)
         bias = _bias(spans, query_len, width * page_size, page_size, window, dtype, device)
     return Bucket(
         kind=kind,
@@ -313,29 +336,36 @@ def _build_bucket(
 
 
 def _build_unmasked(
-    spans: SequenceABC[RowSpan], page_size: int, window: int | None, device: torch.device
+    spans: SequenceABC[RowSpan],
+    table: npt.NDArray[np.int64],
+    page_size: int,
+    window: int | None,
+    device: torch.device,
 ) -> Bucket:
-    """All decode rows at once, without a bias."""
+    """All decode rows at once, which come first in the table, without a bias."""
     end = np.array([span.position + 1 for span in spans])
     begin = np.zeros_like(end) if window is None else np.maximum(0, end - window)
     table_start = np.array([span.first_page * page_size for span in spans])
+    width = max(len(span.pages) for span in spans)
     return Bucket(
         kind=BucketKind.DECODE,
         start=spans[0].start,
         end=spans[-1].start + 1,
         num_rows=len(spans),
         query_len=1,
-        pages=_table(spans, device),
+        pages=torch.from_numpy(table[: len(spans), :width].ravel()).to(device),
         seen=torch.from_numpy(np.stack([begin, end], axis=1) - table_start[:, None]).to(device),
     )
 
 
-def _table(spans: SequenceABC[RowSpan], device: torch.device) -> Tensor:
-    """[R * W] int64: the spans' pages, padded with the null page."""
-    table = np.zeros((len(spans), max(len(span.pages) for span in spans)), dtype=np.int64)
-    for i, span in enumerate(spans):
-        table[i, : len(span.pages)] = span.pages
-    return torch.from_numpy(table.ravel()).to(device)
+def _table(spans: SequenceABC[RowSpan]) -> npt.NDArray[np.int64]:
+    """[R, W]: the spans' pages, padded with the null page."""
+    widths = np.array([len(span.pages) for span in spans])
+    table = np.zeros((len(spans), widths.max()), dtype=np.int64)
+    numbers = chain.from_iterable(span.pages for span in spans)
+    # one call for all rows: each by itself takes longer than the rest of a step's layout
+    table[np.arange(table.shape[1]) < widths[:, None]] = np.fromiter(numbers, dtype=np.int64)
+    return table
 
 
 def _bias(

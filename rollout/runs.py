@@ -15,14 +15,14 @@ Letters: T packed tokens, R rows of a run, W width of its table, S slots in a pa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class RowSpan:
+class RowSpan(NamedTuple):
     """One row on the host side: its packed tokens, their positions, and its pages."""
 
     start: int

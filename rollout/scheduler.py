@@ -38,6 +38,12 @@ class _Draft:
     planned: set[int] = field(default_factory=set)  # id() of sequences that have a row
     lacks_room: bool = False  # a fork found no room: pages are promised, none are left to admit with
 
+    def take_pages(self, copies: list[PageCopy], fresh: list[list[int]]) -> None:
+        """Note what :meth:`PageTables.extend` returned."""
+        self.copies += copies
+        for pages, taken in zip(self.fresh, fresh, strict=True):
+            pages += taken
+
     def freeze(self, saves: list[PageTransfer]) -> StepPlan:
         return StepPlan(
             rows=tuple(self.rows),
@@ -152,11 +158,8 @@ class Scheduler:
             return None
         draft = _Draft(self._max_tokens, fresh=[[] for _ in self.tables.pools])
         for sequence in rows:
-            copies, fresh = self.tables.extend(sequence, len(sequence.ids))
+            draft.take_pages(*self.tables.extend(sequence, len(sequence.ids)))
             draft.rows.append(PlannedRow(sequence=sequence, start=sequence.num_computed, length=1))
-            draft.copies += copies
-            for pages, taken in zip(draft.fresh, fresh, strict=True):
-                pages += taken
         return draft.freeze([])
 
     def confirm(self, plan: StepPlan) -> bool:
@@ -281,6 +284,9 @@ class Scheduler:
             if sequence.state is not SequenceState.RUNNING or id(sequence) in draft.planned:
                 continue  # preempted by an older one in this very plan
             wanted = min(sequence.num_uncomputed, draft.budget)
+            if self.tables.holds(sequence, sequence.num_computed + wanted):
+                self._append_row(draft, sequence, wanted)
+                continue
             length = self._make_room(draft, sequence, wanted)
             if length > 0:
                 self._add_row(draft, sequence, length)
@@ -371,17 +377,21 @@ class Scheduler:
         return steady != needed and self.tables.is_available(steady, self._margin)
 
     def _add_row(self, draft: _Draft, sequence: Sequence, length: int) -> None:
+        """A row, with the pages that it needs."""
+        draft.take_pages(*self.tables.extend(sequence, sequence.num_computed + length))
+        self._append_row(draft, sequence, length)
+
+    def _append_row(self, draft: _Draft, sequence: Sequence, length: int) -> None:
+        """A row of a sequence that holds the pages for it."""
         end = sequence.num_computed + length
-        copies, fresh = self.tables.extend(sequence, end)
         self.tables.register(sequence, end)
-        forks = self._start_forks(draft, sequence) if end == len(sequence.ids) else ()
+        is_prompt_done = end == len(sequence.ids) and not sequence.num_generated
+        forks = self._start_forks(draft, sequence) if is_prompt_done else ()
         draft.rows.append(
             PlannedRow(sequence=sequence, start=sequence.num_computed, length=length, forks=forks)
         )
-        draft.copies += copies
-        for pages, taken in zip(draft.fresh, fresh, strict=True):
-            pages += taken
-        draft.planned.update(id(s) for s in (sequence, *forks))
+        draft.planned.add(id(sequence))
+        draft.planned.update(map(id, forks))
         draft.budget -= length
 
     def _start_forks(self, draft: _Draft, parent: Sequence) -> tuple[Sequence, ...]:

@@ -71,6 +71,14 @@ class PageTables:
             for g, table in enumerate(sequence.tables)
         ]
 
+    def holds(self, sequence: Sequence, end: int) -> bool:
+        """Whether tokens up to position ``end`` can be written without taking a page: nearly always, when
+        ``sequence`` decodes."""
+        for g, table in enumerate(sequence.tables):
+            if end > (sequence.first_page[g] + len(table)) * self.page_size or self._needs_copy(g, sequence):
+                return False
+        return True
+
     def room(self, sequence: Sequence) -> int:
         """The position up to which :meth:`extend` would succeed now."""
         return self.page_size * min(
@@ -167,6 +175,8 @@ class PageTables:
     def recycle(self, sequence: Sequence) -> None:
         """Give back pages that slid out of their group's window."""
         for g, pool in enumerate(self.pools):
+            if self.windows[g] is None:
+                continue
             gone = self._first_visible_page(g, sequence.num_computed) - sequence.first_page[g]
             if gone > 0:
                 pool.release(sequence.tables[g][:gone])

@@ -112,6 +112,8 @@ def test_room_and_missing_agree_with_what_extend_does(
     if shared:
         tables.fork(sequence, make_sequence(list(range(60)), len(windows)))
     room, start = tables.room(sequence), sequence.num_computed
+    for end in range(start + 1, start + 3 * page_size):
+        assert tables.holds(sequence, end) == (not any(tables.missing(sequence, end)))
     if room <= start:
         assert not tables.is_available(tables.missing(sequence, start + 1))
         return
