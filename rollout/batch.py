@@ -13,13 +13,13 @@ S slots in a page, C keys seen through a table (W * S), D drawing rows.
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rollout.layout import Ints, PackedRows, page_table
 from rollout.runs import PagedRun, RowSpan, RunRules, build_runs
 from rollout.sequence import PageTransfer, PlannedRow, SavedPages, StepPlan
 
@@ -152,7 +152,7 @@ def build_batch(
     ``run_rules`` there are runs for a paged kernel and no buckets.
     """
     runs = _split_by_kind(plan.rows)
-    packed = _Packed.of([row for _, run in runs for row in run])
+    packed = PackedRows.of([row for _, run in runs for row in run])
     ids = [t for row in packed.rows for t in row.sequence.ids[row.start : row.start + row.length]]
     last_token = {id(row): end - 1 for row, end in zip(packed.rows, packed.ends, strict=True)}
     drawing = [row for row in plan.rows if row.draws]
@@ -170,27 +170,6 @@ def build_batch(
         saves=_moves(plan.saves, device),
         loads=_moves(plan.loads, device),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """Rows in packed order, and the tokens that they make."""
-
-    rows: tuple[PlannedRow, ...]
-    starts: tuple[int, ...]
-    ends: tuple[int, ...]
-    owners: npt.NDArray[np.int64]
-    """[T], which row each token is of."""
-    positions: npt.NDArray[np.int64]
-    """[T]."""
-
-    @classmethod
-    def of(cls, rows: SequenceABC[PlannedRow]) -> "_Packed":
-        ends = tuple(accumulate(row.length for row in rows))
-        starts = (0, *ends[:-1])
-        owners = np.repeat(np.arange(len(rows)), [row.length for row in rows])
-        offsets = np.array([row.start - start for row, start in zip(rows, starts, strict=True)])
-        return cls(tuple(rows), starts, ends, owners, np.arange(ends[-1]) + offsets[owners])
 
 
 def _moves(transfers: SequenceABC[PageTransfer], device: torch.device) -> tuple[PageMove, ...]:
@@ -216,7 +195,7 @@ def _split_by_kind(rows: SequenceABC[PlannedRow]) -> list[tuple[BucketKind, list
 def _build_group(
     plan: StepPlan,
     runs: list[tuple[BucketKind, list[PlannedRow]]],
-    packed: _Packed,
+    packed: PackedRows,
     group: int,
     page_size: int,
     window: int | None,
@@ -225,17 +204,8 @@ def _build_group(
     masks: bool,
     run_rules: RunRules | None,
 ) -> GroupBatch:
-    spans = tuple(
-        RowSpan(
-            start=start,
-            length=row.length,
-            position=row.start,
-            first_page=row.sequence.first_page[group],
-            pages=tuple(row.sequence.tables[group]),
-        )
-        for row, start in zip(packed.rows, packed.starts, strict=True)
-    )
-    table = _table(spans)
+    spans = packed.spans(group)
+    table = page_table(spans)
     buckets: list[Bucket] = []
     paged: tuple[PagedRun, ...] = ()
     if run_rules is not None:
@@ -247,7 +217,7 @@ def _build_group(
     fresh = plan.fresh_pages[group] if plan.fresh_pages else ()
     return GroupBatch(
         window=window,
-        slots=torch.from_numpy(_slots(spans, table, packed, page_size)).to(device),
+        slots=torch.from_numpy(packed.slots(spans, table, page_size)).to(device),
         rows=spans,
         buckets=tuple(buckets),
         runs=paged,
@@ -259,7 +229,7 @@ def _build_group(
 
 def _build_buckets(
     spans: SequenceABC[RowSpan],
-    table: npt.NDArray[np.int64],
+    table: Ints,
     runs: list[tuple[BucketKind, list[PlannedRow]]],
     page_size: int,
     window: int | None,
@@ -277,16 +247,6 @@ def _build_buckets(
         for first, last in _cut(kind, of_kind, page_size):
             buckets.append(_build_bucket(kind, of_kind[first:last], page_size, window, dtype, device))
     return buckets
-
-
-def _slots(
-    spans: SequenceABC[RowSpan], table: npt.NDArray[np.int64], packed: _Packed, page_size: int
-) -> npt.NDArray[np.int64]:
-    """[T], where each token is stored."""
-    first_page = np.array([span.first_page for span in spans])
-    page, slot = np.divmod(packed.positions, page_size)
-    slots: npt.NDArray[np.int64] = table[packed.owners, page - first_page[packed.owners]] * page_size + slot
-    return slots
 
 
 def _cut(kind: BucketKind, spans: SequenceABC[RowSpan], page_size: int) -> list[tuple[int, int]]:
@@ -320,7 +280,7 @@ def _build_bucket(
         tokens = torch.from_numpy((firsts + np.minimum(offsets, lengths - 1)).ravel()).to(device)
         kept = torch.from_numpy(np.flatnonzero(offsets < lengths)).to(device)
     if kind is not BucketKind.FRESH or (window is not None and query_len > window):
-        pages = torch.from_numpy(_table(spans).ravel()).to(device)
+        pages = torch.from_numpy(page_table(spans).ravel()).to(device)
         bias = _bias(spans, query_len, width * page_size, page_size, window, dtype, device)
     return Bucket(
         kind=kind,
@@ -337,7 +297,7 @@ def _build_bucket(
 
 def _build_unmasked(
     spans: SequenceABC[RowSpan],
-    table: npt.NDArray[np.int64],
+    table: Ints,
     page_size: int,
     window: int | None,
     device: torch.device,
@@ -356,16 +316,6 @@ def _build_unmasked(
         pages=torch.from_numpy(table[: len(spans), :width].ravel()).to(device),
         seen=torch.from_numpy(np.stack([begin, end], axis=1) - table_start[:, None]).to(device),
     )
-
-
-def _table(spans: SequenceABC[RowSpan]) -> npt.NDArray[np.int64]:
-    """[R, W]: the spans' pages, padded with the null page."""
-    widths = np.array([len(span.pages) for span in spans])
-    table = np.zeros((len(spans), widths.max()), dtype=np.int64)
-    numbers = chain.from_iterable(span.pages for span in spans)
-    # one call for all rows: each by itself takes longer than the rest of a step's layout
-    table[np.arange(table.shape[1]) < widths[:, None]] = np.fromiter(numbers, dtype=np.int64)
-    return table
 
 
 def _bias(

@@ -11,14 +11,18 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.native import DrawKernels
 from rollout.noise import uniforms
 from rollout.sampling_row import SamplingRow
-from rollout.spread import BLOCK, Knobs, Spread, Spreader, invert, readable, spread_of_blocks
+from rollout.spread import BLOCK, Knobs, Spread, Spreader, invert, spread_of_blocks
 from rollout.transfer import upload
 from rollout.truncation import pick_truncated
+
+COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+"""Of the logits that compiled code reads as they are."""
 
 
 class Mode(IntEnum):
@@ -32,10 +36,6 @@ class Mode(IntEnum):
 
 class Picker(Protocol):
     """Draws the tokens of rows that it was made for, chunk by chunk."""
-
-    @staticmethod
-    def mode(row: SamplingRow, vocab: int) -> Mode:
-        """Of a chunk that the row may be in."""
 
     def pick(self, scores: Tensor, sources: Sequence[int], part: slice, mode: Mode) -> Tensor:
         """Draw for the rows ``part``, all of one mode, from rows ``sources`` of ``scores`` [L, V].
@@ -51,26 +51,23 @@ class Picker(Protocol):
 
 
 class CompiledPicker:
-    """Draws on the CPU in compiled code, rows of all modes in one call."""
+    """Draws on the CPU in compiled code; rows of all modes go together."""
 
     def __init__(self, kernels: DrawKernels, rows: Sequence[SamplingRow]) -> None:
         self._kernels = kernels
         noise = kernels.uniforms([(*row.noise_key, row.index, row.position) for row in rows])
         self._table = _table(noise, rows)
 
-    @staticmethod
-    def mode(row: SamplingRow, vocab: int) -> Mode:
-        """See :class:`Picker`."""
-        return Mode.ANY
-
     def pick(self, scores: Tensor, sources: Sequence[int], part: slice, mode: Mode) -> Tensor:
         """See :class:`Picker`."""
-        return self._kernels.pick(readable(scores), sources, self._table[part], BLOCK)
+        if scores.dtype not in COMPILED_DTYPES or scores.stride(1) != 1:
+            scores, sources = rows_of(scores, sources).float().contiguous(), range(len(sources))
+        return self._kernels.pick(scores, sources, torch.from_numpy(self._table[part]), BLOCK)
 
     def judge(self, raw: Tensor, token: Tensor, part: slice) -> Tensor:
         """See :class:`Picker`."""
-        knobs = Knobs.of(self._table[part], raw.shape[1])
-        peak, mass = self._kernels.spread(readable(raw), knobs.temperature[:, 0], BLOCK)
+        knobs = Knobs.of(torch.from_numpy(_neutral(self._table[part], raw.shape[1])))
+        peak, mass = self._kernels.spread(raw, knobs.temperature[:, 0], BLOCK)
         return _judged(raw, token, spread_of_blocks(peak[:, None], mass), knobs)
 
 
@@ -79,22 +76,15 @@ class TorchPicker:
 
     def __init__(self, logits: Tensor, rows: Sequence[SamplingRow], max_rows: int) -> None:
         noise = uniforms([r.noise_key for r in rows], [r.index for r in rows], [r.position for r in rows])
-        table = upload(_table(noise, rows), logits.device)  # in one piece
-        self._knobs = Knobs.of(table, logits.shape[1])
+        table = torch.from_numpy(_neutral(_table(noise, rows), logits.shape[1]))
+        self._knobs = Knobs.of(upload(table, logits.device))  # in one piece
         self._spread_of = Spreader(logits, min(max_rows, len(rows)))
         self._are_heated = [row.params.temperature not in (0, 1) for row in rows]
-
-    @staticmethod
-    def mode(row: SamplingRow, vocab: int) -> Mode:
-        """See :class:`Picker`."""
-        heat, top_k, top_p, min_p = row.knobs
-        if heat == 0:
-            return Mode.GREEDY
-        return Mode.TRUNCATED if 0 < top_k < vocab or top_p < 1 or min_p > 0 else Mode.PLAIN
 
     def pick(self, scores: Tensor, sources: Sequence[int], part: slice, mode: Mode) -> Tensor:
         """See :class:`Picker`."""
         scores, knobs = rows_of(scores, sources), self._knobs.at(part)
+        scores = scores.float() if scores.dtype == torch.float64 else scores  # which are drawn in float32
         spread = self._spread_of(scores, knobs, any(self._are_heated[part]))
         log_kept = torch.zeros_like(knobs.uniform)
         if mode is Mode.GREEDY:
@@ -113,12 +103,19 @@ class TorchPicker:
         return _judged(raw, token, self._spread_of(raw, knobs, any(self._are_heated[part])), knobs)
 
 
-def _table(noise: np.ndarray, rows: Sequence[SamplingRow]) -> Tensor:
-    """[D, 5] float64: the noise of each row, and its knobs."""
-    table = np.empty((len(rows), 5))
-    table[:, 0] = noise
-    table[:, 1:] = [row.knobs for row in rows]
-    return torch.from_numpy(table)
+def make_picker(
+    kernels: DrawKernels | None, logits: Tensor, rows: Sequence[SamplingRow], max_rows: int
+) -> Picker:
+    """For ``rows``, which come in chunks of at most ``max_rows``."""
+    return TorchPicker(logits, rows, max_rows) if kernels is None else CompiledPicker(kernels, rows)
+
+
+def mode_of(row: SamplingRow, vocab: int) -> Mode:
+    """Which rows a :class:`TorchPicker` can draw together with this one."""
+    temperature, top_k, top_p, min_p = row.settings
+    if temperature == 0:
+        return Mode.GREEDY
+    return Mode.TRUNCATED if 0 < top_k < vocab or top_p < 1 or min_p > 0 else Mode.PLAIN
 
 
 def rows_of(logits: Tensor, sources: Sequence[int]) -> Tensor:
@@ -127,6 +124,22 @@ def rows_of(logits: Tensor, sources: Sequence[int]) -> Tensor:
     if list(sources) == list(range(first, first + len(sources))):
         return logits[first : first + len(sources)]
     return logits[upload(torch.tensor(sources), logits.device)]
+
+
+def _table(noise: NDArray[np.float64], rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
+    """[D, 5]: the noise of each row, and its :class:`~rollout.sampling_row.Settings`."""
+    table = np.empty((len(rows), 5))
+    table[:, 0] = noise
+    table[:, 1:] = [row.settings for row in rows]
+    return table
+
+
+def _neutral(table: NDArray[np.float64], vocab: int) -> NDArray[np.float64]:
+    """The table with numbers to compute with in place of zeros: temperature 1 and ``top_k`` of V."""
+    uniform, temperature, top_k, top_p, min_p = table.T
+    temperature = np.where(temperature == 0, 1.0, temperature)
+    top_k = np.where((top_k == 0) | (top_k > vocab), vocab, top_k)
+    return np.column_stack([uniform, temperature, top_k, top_p, min_p])
 
 
 def _judged(raw: Tensor, token: Tensor, spread: Spread, knobs: Knobs) -> Tensor:

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import torch
 from torch import Tensor
 
-from rollout.drawing import CompiledPicker, Picker, TorchPicker, rows_of
+from rollout.drawing import Mode, make_picker, mode_of, rows_of
 from rollout.native import DrawKernels
 from rollout.processing import process
-from rollout.sampling_row import SamplingRow
+from rollout.sampling_row import FLOAT32_MAX, FLOAT32_TINY, SamplingRow
 from rollout.transfer import Readback
 from rollout.types import DrawnToken, NonFiniteLogits
 
@@ -25,7 +25,6 @@ HOST_CHUNK = 2**21
 """Logits worked on at once on the CPU: 8 MB of float32 stay in the cache and in the allocator's pool."""
 DEVICE_CHUNK = 2**25
 """The same on an accelerator, where launches cost more than memory traffic."""
-FLOAT32 = torch.finfo(torch.float32)
 
 
 class Draws:
@@ -100,15 +99,17 @@ def launch_draw(
     vocab, num_logits = logits.shape[1], len(logits)
     assert all(0 <= source < num_logits for source in sources)
     failures = _id_errors(rows, vocab)
-    mode = TorchPicker.mode if kernels is None else CompiledPicker.mode
-    kinds = {i: (r.is_processed, mode(r, vocab)) for i, r in enumerate(rows) if i not in failures}
+    is_compiled = kernels is not None
+    kinds = {
+        i: (row.is_processed, Mode.ANY if is_compiled else mode_of(row, vocab))
+        for i, row in enumerate(rows)
+        if i not in failures
+    }
     order = sorted(kinds, key=kinds.__getitem__)
     if not order:
         return Draws((), torch.empty((0, 6), dtype=torch.float64), failures)
     ordered, max_len = [rows[i] for i in order], _chunk_len(logits)
-    picker: Picker = (
-        TorchPicker(logits, ordered, max_len) if kernels is None else CompiledPicker(kernels, ordered)
-    )
+    picker = make_picker(kernels, logits, ordered, max_len)
     tables: list[Tensor] = []
     for start, stop in _chunks([kinds[i] for i in order], max_len):
         part, members = slice(start, stop), order[start:stop]
@@ -122,7 +123,7 @@ def launch_draw(
             judged = picker.judge(raw, picks[:, 0], part)
         else:
             picks = picker.pick(logits, lines, part, of_mode)
-            judged = picks[:, 1::2]  # the scores are the logits
+            judged = picks[:, 1::2]  # logprob and peak: the scores are the logits
         tables.append(torch.cat([picks, judged], dim=1))
     return Draws(order, tables[0] if len(tables) == 1 else torch.cat(tables), failures)
 
@@ -135,7 +136,7 @@ def score(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
     as 1) -> [T] float32. Works through a few rows at a time, so memory does not grow with T.
     """
     assert logits.ndim == 2 and targets.shape == temperature.shape == logits.shape[:1]
-    heat = torch.where(temperature == 0, 1.0, temperature.float()).clamp(FLOAT32.tiny, FLOAT32.max)
+    heat = torch.where(temperature == 0, 1.0, temperature.float()).clamp(FLOAT32_TINY, FLOAT32_MAX)
     out = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
     step = _chunk_len(logits)
     for start in range(0, len(targets), step):
@@ -169,12 +170,12 @@ def _id_errors(rows: Sequence[SamplingRow], vocab: int) -> dict[int, Exception]:
     """A ValueError for each row that names an id which the logits do not have."""
     errors: dict[int, Exception] = {}
     for i, row in enumerate(rows):
-        highest, name = row.highest_id
-        if highest >= vocab:
-            errors[i] = ValueError(
-                f"{name} id {highest} is outside the vocabulary of {vocab} logits; "
-                f"allowed: 0 to {vocab - 1}; check that model and tokenizer belong together"
-            )
+        for name, highest in row.highest_ids:
+            if highest >= vocab:
+                errors[i] = ValueError(
+                    f"{name} id {highest} is outside the vocabulary of {vocab} logits; "
+                    f"allowed: 0 to {vocab - 1}; check that model and tokenizer belong together"
+                )
     return errors
 
 

@@ -4,14 +4,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from rollout.types import SamplingParams
 
 FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Bounds of the temperatures that are divided by: scores are float32."""
+NO_TOP_K = 2**31
+"""No vocabulary is larger, so that limits above this need not fit in a float."""
 
 
-@dataclass(frozen=True)
+class Settings(NamedTuple):
+    """The parameters of a draw as numbers."""
+
+    temperature: float
+    """0: the token of the highest score."""
+    top_k: float
+    """0: no limit."""
+    top_p: float
+    """Infinite: no limit."""
+    min_p: float
+    """0: no limit."""
+
+
+@dataclass(frozen=True)  # without slots: what is made once is kept in the instance's dict
 class SamplingRow:
     """One sample as the draw sees it, made once: ``ids`` grows as its tokens come.
 
@@ -40,45 +56,45 @@ class SamplingRow:
     @property
     def has_counts(self) -> bool:
         """Whether presence or frequency penalties change a logit of this draw."""
-        return self.position > 0 and bool(self.params.presence_penalty or self.params.frequency_penalty)
+        return self._has_count_penalties and self.position > 0
 
     @property
     def has_mask(self) -> bool:
         """Whether the ending ids are still forbidden."""
-        return self.position < self.params.min_new_tokens and bool(self.ending_ids)
+        return self._is_held_back and self.position < self.params.min_new_tokens
 
     @property
     def is_processed(self) -> bool:
         """Whether anything changes the logits before the temperature does."""
-        if self._is_plain:
-            return False
-        params = self.params
-        touched = params.logit_bias or params.repetition_penalty != 1.0 or params.logits_processors
-        return bool(touched) or self.has_counts or self.has_mask
+        return self._is_always_processed or self.has_counts or self.has_mask
 
     @cached_property
-    def knobs(self) -> tuple[float, float, float, float]:
-        """Temperature (0: greedy), ``top_k`` (0: no limit), ``top_p`` (inf: no limit) and ``min_p``."""
+    def settings(self) -> Settings:
+        """What the draw does once the scores are final."""
         params = self.params
-        heat = 0.0 if params.is_greedy else min(max(params.temperature, FLOAT32_TINY), FLOAT32_MAX)
-        return heat, float(params.top_k or 0), params.top_p if params.top_p < 1.0 else math.inf, params.min_p
+        return Settings(
+            0.0 if params.is_greedy else min(max(params.temperature, FLOAT32_TINY), FLOAT32_MAX),
+            float(min(params.top_k or 0, NO_TOP_K)),
+            params.top_p if params.top_p < 1.0 else math.inf,
+            params.min_p,
+        )
 
     @cached_property
-    def highest_id(self) -> tuple[int, str]:
-        """The highest token id that is named, and where: (-1, ...) without any."""
+    def highest_ids(self) -> tuple[tuple[str, int], ...]:
+        """The highest of the token ids under each name that has any."""
         stop_ids = self.ending_ids.union(self.params.stop_token_ids)
         named = ("logit_bias", self.params.logit_bias), ("stop", stop_ids)
-        return max((max(ids, default=-1), name) for name, ids in named)
+        return tuple((name, max(ids)) for name, ids in named if ids)
 
     @cached_property
-    def _is_plain(self) -> bool:
-        """Whether nothing is asked for that could ever change the logits: so it is with nearly all."""
+    def _is_always_processed(self) -> bool:
         params = self.params
-        return not (
-            params.logit_bias
-            or params.repetition_penalty != 1.0
-            or params.presence_penalty
-            or params.frequency_penalty
-            or params.logits_processors
-            or params.min_new_tokens
-        )
+        return bool(params.logit_bias or params.repetition_penalty != 1.0 or params.logits_processors)
+
+    @cached_property
+    def _has_count_penalties(self) -> bool:
+        return bool(self.params.presence_penalty or self.params.frequency_penalty)
+
+    @cached_property
+    def _is_held_back(self) -> bool:
+        return bool(self.params.min_new_tokens and self.ending_ids)

@@ -284,6 +284,7 @@ class Scheduler:
             if sequence.state is not SequenceState.RUNNING or id(sequence) in draft.planned:
                 continue  # preempted by an older one in this very plan
             wanted = min(sequence.num_uncomputed, draft.budget)
+            assert wanted > 0, "a running sequence has nothing to compute"
             if self.tables.holds(sequence, sequence.num_computed + wanted):
                 self._append_row(draft, sequence, wanted)
                 continue

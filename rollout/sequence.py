@@ -68,8 +68,8 @@ class SavedPages:
 class Sequence:
     """One of a request's samples: its tokens so far and the pages that hold their keys/values.
 
-    ``ids`` is prompt plus generated tokens. The first ``num_computed`` of them have their keys and
-    values in pages. ``tables[g]`` lists the pages of layer group ``g`` from page number
+    ``ids`` is prompt plus generated tokens, one list for good. The first ``num_computed`` of them have their
+    keys and values in pages. ``tables[g]`` lists the pages of layer group ``g`` from page number
     ``first_page[g]`` on; lower ones slid out of the group's window and were given back.
     """
 
@@ -77,8 +77,8 @@ class Sequence:
     index: int
     ids: list[int]
     num_groups: int
-    row: SamplingRow = field(init=False)
-    """The sample as the draw sees it."""
+    draw_row: SamplingRow = field(init=False)
+    """The sample as the draw sees it, on the very list ``ids``."""
     state: SequenceState = SequenceState.WAITING
     num_computed: int = 0
     tables: list[list[int]] = field(init=False)
@@ -103,7 +103,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.reset_tables(self.num_groups)
         request = self.request
-        self.row = SamplingRow(
+        self.draw_row = SamplingRow(
             params=request.params,
             ids=self.ids,
             prompt_len=len(request.prompt_ids),

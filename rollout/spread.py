@@ -11,8 +11,6 @@ from torch import Tensor
 
 BLOCK = 256
 """Tokens per block of the two-level draw: few enough blocks to accumulate in float64 for free."""
-SPREAD_DTYPES = (torch.float32, torch.bfloat16)
-"""Of the logits that the compiled kernels read."""
 
 
 class Knobs(NamedTuple):
@@ -25,13 +23,10 @@ class Knobs(NamedTuple):
     min_p: Tensor  # [C, 1] float64; 0 keeps all
 
     @classmethod
-    def of(cls, table: Tensor, vocab: int) -> "Knobs":
-        """Of [C, 5] float64: the noise and then ``SamplingRow.knobs`` of each row."""
-        uniform, heat, top_k, top_p, min_p = table.split(1, dim=1)
-        temperature = heat.where(heat > 0, 1.0).float()
-        return cls(
-            uniform[:, 0], temperature, top_k.where(top_k > 0, vocab).long().clamp(max=vocab), top_p, min_p
-        )
+    def of(cls, table: Tensor) -> "Knobs":
+        """Of [C, 5] float64, a column for each."""
+        uniform, temperature, top_k, top_p, min_p = table.split(1, dim=1)
+        return cls(uniform[:, 0], temperature.float(), top_k.long(), top_p, min_p)
 
     def at(self, where: Tensor | slice) -> "Knobs":
         return Knobs(*(knob[where] for knob in self))
@@ -79,11 +74,6 @@ class Spreader:
 def spread_of_blocks(peak: Tensor, mass: Tensor) -> Spread:
     """From the highest score [C, 1] and each block's mass [C, B] float32."""
     return Spread(peak, mass.double().cumsum(dim=-1))
-
-
-def readable(scores: Tensor) -> Tensor:
-    """Logits of any float dtype in one that the compiled kernels read."""
-    return scores if scores.dtype in SPREAD_DTYPES else scores.float()
 
 
 def invert(cumulative: Tensor, target: Tensor) -> Tensor:

@@ -217,7 +217,7 @@ class Stepper:
         self.meter.move(self._packed.take_seconds(), "forward", "weights")  # made when first used
         drawing = plan.drawing()
         with self.meter.stage("sample"):
-            rows = [sequence.row for sequence in drawing]
+            rows = [sequence.draw_row for sequence in drawing]
             # logits of two ranks may differ in the last bit, so only one of them draws
             is_drawing = bool(drawing) and self._ranks.is_driver
             draws = launch_draw(logits, rows, batch.logit_rows, self._draw_kernels) if is_drawing else None

@@ -72,8 +72,8 @@ class PageTables:
         ]
 
     def holds(self, sequence: Sequence, end: int) -> bool:
-        """Whether tokens up to position ``end`` can be written without taking a page: nearly always, when
-        ``sequence`` decodes."""
+        """Whether tokens up to position ``end`` can be written without taking a page."""
+        # most rows of most steps need nothing more, so this asks as little as it can
         for g, table in enumerate(sequence.tables):
             if end > (sequence.first_page[g] + len(table)) * self.page_size or self._needs_copy(g, sequence):
                 return False

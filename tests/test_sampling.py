@@ -519,6 +519,27 @@ def test_a_row_does_not_depend_on_the_chunk_it_falls_into(monkeypatch: pytest.Mo
     assert draw(logits, rows) == together
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_logits_of_every_type_are_drawn_in_chunks(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in any order, some of them from the same logits."""
+    rows, sources = zoo(), [i * 7 % 5 for i in range(len(zoo()))]
+    logits = random_logits(5, 300, seed=5).to(dtype)
+    expected = draw(logits.float(), rows, sources)
+    monkeypatch.setattr(sampling, "HOST_CHUNK", 600)  # two rows at a time
+    assert draw(logits, rows, sources) == expected
+    assert draw(logits.T.contiguous().T, rows, sources) == expected  # as a model might lay them out
+
+
+@pytest.mark.parametrize("top_k", [300, 2**31 + 1, 2**63 - 1, 10**400])
+def test_a_top_k_beyond_the_vocabulary_is_no_limit(top_k: int) -> None:
+    logits = random_logits(1, 300, seed=6)
+    for params in ({}, {"top_p": 0.8}, {"min_p": 0.02}):
+        limited, free = samples(20, top_k=top_k, **params), samples(20, **params)
+        assert draw(logits, limited, [0] * 20) == draw(logits, free, [0] * 20)
+
+
 def test_a_broken_row_changes_no_other() -> None:
     rows = zoo()
     logits = random_logits(len(rows), 1500, seed=8)

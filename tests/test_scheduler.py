@@ -977,6 +977,28 @@ def test_any_workload_on_a_tiny_cache_comes_to_an_end(scheduler_type: str, share
                 assert sequence.finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 6)], ids=["full", "sliding"])
+def test_rows_that_hold_their_pages_are_planned_as_by_the_slow_way(
+    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked of every row: is there room, and which pages does it take?"""
+
+    def plans() -> list[tuple[object, ...]]:
+        driver = Driver(num_pages=12, windows=windows, max_batch_tokens=9)
+        for i in range(5):
+            driver.submit([i % 2, 7, 8, 9, i, 3][: 3 + i], n=1 + i % 3, max_new_tokens=4 + i)
+        found: list[tuple[object, ...]] = []
+        for plan in driver.drain():
+            forks = [names(row.forks) for row in plan.rows]
+            found.append((rows(plan), forks, plan.copies, plan.fresh_pages))
+        assert driver.scheduler.num_preemptions and driver.seen["copies"] and driver.seen["forks"]
+        return found
+
+    quick = plans()
+    monkeypatch.setattr(PageTables, "holds", lambda *_: False)
+    assert plans() == quick
+
+
 @dataclass(frozen=True)
 class World:
     """One configuration of the random test."""

@@ -59,7 +59,7 @@ class DrawKernels:
         nothing else counts then).
         """
         rows, vocab = len(sources), logits.shape[1]
-        logits = _readable(logits, block)
+        _check(logits, block)
         knobs = knobs.contiguous()
         assert knobs.shape == (rows, 5) and knobs.dtype == torch.float64
         order = np.array(sources, dtype=np.int64)
@@ -90,7 +90,7 @@ class DrawKernels:
         ``exp((logit - peak) / temperature)`` over blocks, [R, ceil(V / block)] float32.
         """
         rows, vocab = logits.shape
-        logits = _readable(logits, block)
+        _check(logits, block)
         assert temperature.shape == (rows,) and temperature.dtype == torch.float32
         temperature = temperature.contiguous()
         peak = torch.empty(rows, dtype=torch.float32)
@@ -109,7 +109,5 @@ class DrawKernels:
         return peak, mass
 
 
-def _readable(logits: Tensor, block: int) -> Tensor:
-    """Rows of logits, each in one piece."""
-    assert logits.device.type == "cpu" and logits.ndim == 2 and block % LANES == 0
-    return logits if logits.stride(1) == 1 else logits.contiguous()
+def _check(logits: Tensor, block: int) -> None:
+    assert logits.device.type == "cpu" and logits.ndim == 2 and logits.stride(1) == 1 and block % LANES == 0
