@@ -93,6 +93,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "fused": {"attention", "native", "packing", "types"},
     "stacked": {"attention", "fused", "native", "packing"},
+    "bare": {"stacked"},
     "probe": {"attention", "kv_cache", "types"},
     "runner": {"attention", "batch", "kv_cache", "native", "probe", "transfer"},
     "compiled": {"config"},
@@ -157,6 +158,7 @@ ALLOWED: dict[str, set[str]] = {
         "types",
     },
     "engine": {
+        "bare",
         "compiled",
         "config",
         "fused",
