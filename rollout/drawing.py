@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollout.native import DrawKernels
 from rollout.noise import uniforms
-from rollout.sampling_row import SamplingRow
+from rollout.sampling_row import SamplingRow, Settings
 from rollout.spread import BLOCK, Knobs, Spread, Spreader, invert, spread_of_blocks
 from rollout.transfer import upload
 from rollout.truncation import pick_truncated
@@ -110,8 +110,10 @@ def make_picker(
     return TorchPicker(logits, rows, max_rows) if kernels is None else CompiledPicker(kernels, rows)
 
 
-def mode_of(row: SamplingRow, vocab: int) -> Mode:
-    """Which rows a :class:`TorchPicker` can draw together with this one."""
+def mode_of(kernels: DrawKernels | None, row: SamplingRow, vocab: int) -> Mode:
+    """Which rows can be drawn together with this one."""
+    if kernels is not None:
+        return Mode.ANY
     temperature, top_k, top_p, min_p = row.settings
     if temperature == 0:
         return Mode.GREEDY
@@ -128,7 +130,7 @@ def rows_of(logits: Tensor, sources: Sequence[int]) -> Tensor:
 
 def _table(noise: NDArray[np.float64], rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
     """[D, 5]: the noise of each row, and its :class:`~rollout.sampling_row.Settings`."""
-    table = np.empty((len(rows), 5))
+    table = np.empty((len(rows), 1 + len(Settings._fields)))
     table[:, 0] = noise
     table[:, 1:] = [row.settings for row in rows]
     return table

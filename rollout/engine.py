@@ -18,7 +18,6 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from rollout.bare import bare_forwards, wrapped_forwards
 from rollout.compiled import is_compiling
 from rollout.config import EngineConfig
 from rollout.fused import fuse_layers, unfuse_layers
@@ -490,7 +489,6 @@ class RolloutEngine:
         config = self._base.config.get_text_config()
         autocast = _current_autocast(device)
         kernels = chosen_kernels(self.config.native_kernels, device)
-        wrapped_forwards(view)
         unstack_layers(view)
         unfuse_layers(view)  # what agreed under another autocast need not agree under this one
         with self._packed.watching():
@@ -499,7 +497,6 @@ class RolloutEngine:
         if kernels is not None and not self._stepper.executor.is_compiling:
             fuse_layers(view, kernels, device, limit)
             stack_layers(view, kernels, self._packed, device)
-            bare_forwards(view, device)
         self._stepper.renew(view, plan, kernels, limit, self.weight_version)
         self._requests.renew(
             vocab_size=plan.vocab_size,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import torch
 from torch import Tensor
 
-from rollout.drawing import Mode, make_picker, mode_of, rows_of
+from rollout.drawing import make_picker, mode_of, rows_of
 from rollout.native import DrawKernels
 from rollout.processing import process
 from rollout.sampling_row import FLOAT32_MAX, FLOAT32_TINY, SamplingRow
@@ -99,11 +99,8 @@ def launch_draw(
     vocab, num_logits = logits.shape[1], len(logits)
     assert all(0 <= source < num_logits for source in sources)
     failures = _id_errors(rows, vocab)
-    is_compiled = kernels is not None
     kinds = {
-        i: (row.is_processed, Mode.ANY if is_compiled else mode_of(row, vocab))
-        for i, row in enumerate(rows)
-        if i not in failures
+        i: (row.is_processed, mode_of(kernels, row, vocab)) for i, row in enumerate(rows) if i not in failures
     }
     order = sorted(kinds, key=kinds.__getitem__)
     if not order:
@@ -116,7 +113,7 @@ def launch_draw(
         is_processed, of_mode = kinds[members[0]]
         lines = [sources[i] for i in members]
         if is_processed:
-            raw = rows_of(logits, lines).float()
+            raw = rows_of(logits, lines).float().contiguous()
             scores, failed = process(raw, ordered[part])
             failures.update({members[c]: error for c, error in failed.items()})
             picks = picker.pick(scores, range(len(lines)), part, of_mode)
@@ -176,6 +173,7 @@ def _id_errors(rows: Sequence[SamplingRow], vocab: int) -> dict[int, Exception]:
                     f"{name} id {highest} is outside the vocabulary of {vocab} logits; "
                     f"allowed: 0 to {vocab - 1}; check that model and tokenizer belong together"
                 )
+                break
     return errors
 
 

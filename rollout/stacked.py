@@ -16,6 +16,7 @@ from rollout.attention import StackStep, attend_to_itself
 from rollout.fused import FusedLayer
 from rollout.native import HEAD_DIMS, DecodeCall, DecodeRows, Kernels, LayerPlace, LayerWeights
 from rollout.packing import PackedLinears
+from rollout.types import RankError
 
 logger = logging.getLogger("rollout")
 
@@ -159,16 +160,18 @@ def stack_layers(view: nn.Module, kernels: Kernels, packed: PackedLinears, devic
     is_done = False
     try:
         chains = [_linked(each) for each in lists]
-        expected = own_values_logits(view, device)
+        expected = _logits(view, device)
         count = 0
         for each, chain, layers in zip(lists, chains, before, strict=True):
             each._modules = dict(layers)
             if all(one.leads_to(other) for one, other in pairwise(chain)):
                 each._modules = {"0": LayerStack([link.layer for link in chain], kernels, packed)}
                 count += 1
-        if not torch.equal(own_values_logits(view, device), expected):
+        if not torch.equal(_logits(view, device), expected):
             raise ValueError("the model computes something else with them")
         is_done = True
+    except RankError:
+        raise
     except Exception as error:  # the model's own code, met in a way it does not expect
         logger.info("layers are not stacked: %s: %s", type(error).__name__, error)
         count = 0
@@ -187,18 +190,6 @@ def unstack_layers(view: nn.Module) -> None:
             parent._modules = dict(stack.layers._modules)
 
 
-def own_values_logits(view: nn.Module, device: torch.device) -> Tensor:
-    """Logits of a few tokens that attend to themselves alone: all of the model but its attention."""
-    positions = torch.arange(TRIED_TOKENS, device=device)[None]
-    logits: Tensor = view(
-        input_ids=torch.zeros_like(positions),
-        position_ids=positions,
-        use_cache=False,
-        rollout_step=_OwnValuesStep(),
-    ).logits
-    return logits
-
-
 def _can_stack(layers: nn.ModuleList) -> bool:
     """Whether a decode step's layers could be one call."""
     fused = [layer for layer in layers if isinstance(layer, FusedLayer)]
@@ -215,3 +206,14 @@ def _linked(layers: nn.ModuleList) -> list[Link]:
     chain = [Link(layer) for layer in layers]
     layers._modules = dict(zip(layers._modules, chain, strict=True))
     return chain
+
+
+def _logits(view: nn.Module, device: torch.device) -> Tensor:
+    positions = torch.arange(TRIED_TOKENS, device=device)[None]
+    logits: Tensor = view(
+        input_ids=positions,  # not the padding token alone, whose embedding may be all zeros
+        position_ids=positions,
+        use_cache=False,
+        rollout_step=_OwnValuesStep(),
+    ).logits
+    return logits

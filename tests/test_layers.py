@@ -92,8 +92,7 @@ ALLOWED: dict[str, set[str]] = {
         "runs",
     },
     "fused": {"attention", "native", "packing", "types"},
-    "stacked": {"attention", "fused", "native", "packing"},
-    "bare": {"stacked"},
+    "stacked": {"attention", "fused", "native", "packing", "types"},
     "probe": {"attention", "kv_cache", "types"},
     "runner": {"attention", "batch", "kv_cache", "native", "probe", "transfer"},
     "compiled": {"config"},
@@ -158,7 +157,6 @@ ALLOWED: dict[str, set[str]] = {
         "types",
     },
     "engine": {
-        "bare",
         "compiled",
         "config",
         "fused",

@@ -519,17 +519,19 @@ def test_a_row_does_not_depend_on_the_chunk_it_falls_into(monkeypatch: pytest.Mo
     assert draw(logits, rows) == together
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_logits_of_every_type_are_drawn_in_chunks(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows in any order, some of them from the same logits."""
+    """Rows in any order, some of them from the same logits, which a model may lay out as it likes."""
     rows, sources = zoo(), [i * 7 % 5 for i in range(len(zoo()))]
     logits = random_logits(5, 300, seed=5).to(dtype)
     expected = draw(logits.float(), rows, sources)
+    by_column, in_order = logits.T.contiguous().T, rows[:5]
+    assert draw(by_column, rows, sources) == expected
+    assert draw(by_column, in_order) == draw(logits.float(), in_order)
     monkeypatch.setattr(sampling, "HOST_CHUNK", 600)  # two rows at a time
-    assert draw(logits, rows, sources) == expected
-    assert draw(logits.T.contiguous().T, rows, sources) == expected  # as a model might lay them out
+    assert draw(logits, rows, sources) == draw(by_column, rows, sources) == expected
 
 
 @pytest.mark.parametrize("top_k", [300, 2**31 + 1, 2**63 - 1, 10**400])

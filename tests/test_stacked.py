@@ -252,7 +252,7 @@ def test_an_interrupt_leaves_the_view_as_it_was(monkeypatch: pytest.MonkeyPatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stacked, "own_values_logits", interrupt)
+        patch.setattr(stacked, "_logits", interrupt)
         stack(view)
     assert list(view.model.layers) == layers and stack(view) == 1
 

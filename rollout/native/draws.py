@@ -21,8 +21,8 @@ class DrawKernels:
     Example::
 
         share = draws.uniforms([(seed, 0, 1, 0, 17)])
-        knobs = torch.tensor([[*share, 1.0, 0, math.inf, 0.0]], dtype=torch.float64)
-        token = int(draws.pick(logits, [0], knobs, 256)[0, 0])
+        settings = torch.tensor([[*share, 1.0, 0, math.inf, 0.0]], dtype=torch.float64)
+        token = int(draws.pick(logits, [0], settings, 256)[0, 0])
     """
 
     def __init__(self, library: Library) -> None:
@@ -40,14 +40,14 @@ class DrawKernels:
         self._library["uniforms"](numbers.ctypes.data, table.ctypes.data, len(places))
         return numbers
 
-    def pick(self, logits: Tensor, sources: Sequence[int], knobs: Tensor, block: int) -> Tensor:
+    def pick(self, logits: Tensor, sources: Sequence[int], settings: Tensor, block: int) -> Tensor:
         """Draw a token of each row by its probability, among those that its limits keep.
 
         Args:
             logits: [L, V] float32 or bfloat16, rows may lie apart.
             sources: which of them each of the R rows draws from.
-            knobs: [R, 5] float64. The share in [0, 1): the first token is drawn at which the mass so far is
-                above that share of what is kept, in the order of the vocabulary, or by rank where a limit
+            settings: [R, 5] float64. The share in [0, 1): the first token is drawn at which the mass so far
+                is above that share of what is kept, in the order of the vocabulary, or by rank where a limit
                 is set. The temperature, 0 for the first token of the highest logit. ``top_k``: that many
                 tokens and those equal to the last; 0 for no such limit. ``top_p``: the most likely tokens
                 of that share of the mass; above 1 for no such limit. ``min_p``: tokens of at least that
@@ -60,8 +60,8 @@ class DrawKernels:
         """
         rows, vocab = len(sources), logits.shape[1]
         _check(logits, block)
-        knobs = knobs.contiguous()
-        assert knobs.shape == (rows, 5) and knobs.dtype == torch.float64
+        settings = settings.contiguous()
+        assert settings.shape == (rows, 5) and settings.dtype == torch.float64
         order = np.array(sources, dtype=np.int64)
         assert rows == 0 or (0 <= order.min() and order.max() < len(logits))
         picks = torch.empty((rows, 4), dtype=torch.float64)
@@ -71,7 +71,7 @@ class DrawKernels:
             logits.data_ptr(),
             logits.stride(0),
             order.ctypes.data,
-            knobs.data_ptr(),
+            settings.data_ptr(),
             rows,
             vocab,
             block,

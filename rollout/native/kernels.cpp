@@ -67,9 +67,9 @@ void rollout_spread(int kind, float* peak, float* mass, const void* x, int64_t s
 }
 
 void rollout_pick(int kind, Pick* picks, const void* x, int64_t stride, const int64_t* sources,
-                  const Knobs* knobs, int64_t rows, int64_t vocab, int64_t block) {
-    if (kind == 0) pick(picks, (const float*)x, stride, sources, knobs, rows, vocab, block);
-    else pick(picks, (const bf16*)x, stride, sources, knobs, rows, vocab, block);
+                  const Settings* settings, int64_t rows, int64_t vocab, int64_t block) {
+    if (kind == 0) pick(picks, (const float*)x, stride, sources, settings, rows, vocab, block);
+    else pick(picks, (const bf16*)x, stride, sources, settings, rows, vocab, block);
 }
 
 void rollout_uniforms(double* numbers, const Draw* draws, int64_t count) {

@@ -85,7 +85,7 @@ struct Pick {
 };
 
 // How a row is drawn: the share of the mass, and the rest of its parameters; temperature 0 is greedy.
-struct Knobs {
+struct Settings {
     double share, temperature, top_k, top_p, min_p;
 
     float heat() const { return temperature == 0 ? 1.0f : float(temperature); }
@@ -286,13 +286,13 @@ static Pick pick_highest(const Row<T>& row) {
 }
 
 template <class T>
-static Pick pick_row(Row<T> row, float* mass, float* weights, const Knobs& knobs, Candidates& found) {
-    const double share = knobs.share;
-    Limits limits = knobs.limits(row.vocab);
+static Pick pick_row(Row<T> row, float* mass, float* weights, const Settings& settings, Candidates& found) {
+    const double share = settings.share;
+    Limits limits = settings.limits(row.vocab);
     const Top top = spread_row(mass, row.x, row.heat, row.vocab, row.block);
     row.peak = top.peak, row.possible = top.possible, row.mass = mass;
     for (int64_t b = 0; b * row.block < row.vocab; b++) row.total += mass[b];
-    if (knobs.temperature == 0) return pick_highest(row);
+    if (settings.temperature == 0) return pick_highest(row);
     if (limits.are_none() || !std::isfinite(row.peak)) return pick_of_all(row, share, weights);
     limits.top_k = std::min(limits.top_k, row.possible);
     float reach = FIRST_REACH, gap = -1;
@@ -312,7 +312,7 @@ static Pick pick_row(Row<T> row, float* mass, float* weights, const Knobs& knobs
 
 // Picks [R]: the r-th from row sources[r] of x [L, V], whose rows lie `stride` elements apart.
 template <class T>
-static void pick(Pick* picks, const T* x, int64_t stride, const int64_t* sources, const Knobs* knobs,
+static void pick(Pick* picks, const T* x, int64_t stride, const int64_t* sources, const Settings* settings,
                  int64_t rows, int64_t vocab, int64_t block) {
 #pragma omp parallel if (rows > 1)
     {
@@ -320,8 +320,8 @@ static void pick(Pick* picks, const T* x, int64_t stride, const int64_t* sources
         Candidates found;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t r = 0; r < rows; r++) {
-            const Row<T> row{x + sources[r] * stride, knobs[r].heat(), vocab, block};
-            picks[r] = pick_row(row, mass.data(), weights.data(), knobs[r], found);
+            const Row<T> row{x + sources[r] * stride, settings[r].heat(), vocab, block};
+            picks[r] = pick_row(row, mass.data(), weights.data(), settings[r], found);
         }
     }
 }
