@@ -260,12 +260,14 @@ class LinearGroup:
     def _current(self, dtype: torch.dtype) -> OneDnnWeight | Panels:
         packed, version = self._packed, self._owner.version
         if packed is None or packed.version != version or packed.dtype != dtype:
-            self.drop()  # its memory goes back before the next copy is made
+            spare = packed.weight if packed is not None and isinstance(packed.weight, Panels) else None
+            packed = None
+            self.drop()  # its memory goes back before the next copy is made, or is used again
             with self._owner.deriving():
-                packed = self._packed = _Packed(version, dtype, self._pack(dtype))
+                packed = self._packed = _Packed(version, dtype, self._pack(dtype, spare))
         return packed.weight
 
-    def _pack(self, dtype: torch.dtype) -> OneDnnWeight | Panels:
+    def _pack(self, dtype: torch.dtype, spare: Panels | None) -> OneDnnWeight | Panels:
         fast = _packed_dtype(dtype)
         weights = [each.weight.detach().to(dtype).to(fast) for each in self._members]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -273,7 +275,7 @@ class LinearGroup:
         bias = torch.cat(biases) if biases else None
         products = self._owner.products
         if products is not None and products.can_pack(weight):
-            return products.pack(weight, bias)
+            return products.pack(weight, bias, spare)
         return OneDnnWeight.pack(weight, bias)
 
 

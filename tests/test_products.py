@@ -127,6 +127,31 @@ def test_what_can_be_packed_and_how_much_it_takes(products: Products) -> None:
     assert products.pack(torch.zeros(64, 64).bfloat16(), None).num_bytes == 64 * 64 * 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (31, 30), (33, 64), (70, 34), (64, 128)])
+def test_panels_hold_units_of_32_rows_side_by_side(
+    products: Products, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """The weights turned by torch, zeros where they have ended."""
+    outer, inner = shape
+    weight = randn(outer, inner, dtype=dtype)
+    units = weight.view(torch.int32)
+    filled = torch.nn.functional.pad(units, (0, -units.shape[1] % 16, 0, -outer % 32))
+    expected = filled.view(-1, 32, filled.shape[1]).transpose(1, 2)
+    assert torch.equal(products.pack(weight, None)._panels, expected)
+
+
+def test_spare_memory_is_used_again_where_it_is_as_large(products: Products) -> None:
+    old = products.pack(torch.full((70, 34), torch.nan), torch.ones(70))
+    address, x, weight = old.matrix.panels, randn(3, 34), randn(70, 34, seed=1)
+    panels = products.pack(weight, None, old)
+    assert panels.matrix.panels == address
+    assert_is_product(panels.multiply(x), x, weight, None)
+    other = products.pack(randn(100, 34), None, panels)
+    assert other.matrix.panels != address
+    assert_is_product(panels.multiply(x), x, weight, None)
+
+
 def test_weights_may_be_a_view(products: Products) -> None:
     wide = randn(20, 30)
     x = randn(3, 20, seed=1)

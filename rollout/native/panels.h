@@ -14,6 +14,7 @@ typedef int32_t unit;
 constexpr int PANEL = 2 * LANES;  // weight rows
 constexpr int STEP_UNITS = 16;    // of a row, taken at once by a tile
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 16;
+static_assert(STEP_UNITS % LANES == 0 && PANEL % LANES == 0);
 
 static inline int64_t whole_steps(int64_t units) {
     return (units + STEP_UNITS - 1) / STEP_UNITS * STEP_UNITS;
@@ -36,19 +37,49 @@ struct PanelMatrix {
     }
 };
 
+// Swaps the columns that have bit S with those of the row S further on that have not.
+template <int S>
+static inline void swap_columns(vi (&rows)[LANES]) {
+    vi upper, lower;
+    for (int c = 0; c < LANES; c++) {
+        upper[c] = c & S ? LANES + c - S : c;
+        lower[c] = c & S ? LANES + c : c + S;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++) {
+        if (r & S) continue;
+        const vi one = rows[r], other = rows[r + S];
+        rows[r] = __builtin_shuffle(one, other, upper);
+        rows[r + S] = __builtin_shuffle(one, other, lower);
+    }
+}
+
+// So many weight rows and units, `stride` units from row to row, turned to a panel; zeros for what is
+// missing.
+static inline void pack_block(unit* panel, const unit* weights, int64_t stride, int64_t rows, int64_t units) {
+    vi block[LANES] = {};
+    if (rows >= LANES && units >= LANES) {
+        for (int r = 0; r < LANES; r++) std::memcpy(&block[r], weights + r * stride, sizeof block[r]);
+    } else {
+        for (int64_t r = 0; r < std::min<int64_t>(rows, LANES); r++)
+            std::memcpy(&block[r], weights + r * stride, std::min<int64_t>(units, LANES) * sizeof(unit));
+    }
+    swap_columns<1>(block);
+    swap_columns<2>(block);
+    swap_columns<4>(block);
+    swap_columns<8>(block);
+    for (int u = 0; u < LANES; u++) std::memcpy(panel + u * PANEL, &block[u], sizeof block[u]);
+}
+
 // Weights [O, I], rows contiguous, to panels; see PanelMatrix.
 static inline void pack_panels(unit* panels, const unit* weights, int64_t outer, int64_t row_units) {
     const int64_t count = (outer + PANEL - 1) / PANEL, units = whole_steps(row_units);
 #pragma omp parallel for if (outer * units > PARALLEL_PRODUCTS)
-    for (int64_t p = 0; p < count; p++) {
-        const unit* from = weights + p * PANEL * row_units;
-        const int64_t rows = std::min<int64_t>(PANEL, outer - p * PANEL);
-        for (int64_t u = 0; u < units; u++) {
-            unit* to = panels + (p * units + u) * PANEL;
-            for (int64_t r = 0; r < PANEL; r++)
-                to[r] = r < rows && u < row_units ? from[r * row_units + u] : 0;
-        }
-    }
+    for (int64_t p = 0; p < count; p++)
+        for (int64_t u = 0; u < units; u += LANES)
+            for (int64_t r = 0; r < PANEL; r += LANES)
+                pack_block(panels + (p * units + u) * PANEL + r, weights + (p * PANEL + r) * row_units + u,
+                           row_units, outer - p * PANEL - r, row_units - u);
 }
 
 // Rows of inputs, some of a product's, in blocks of one height, of which the last may begin before the one

@@ -22,7 +22,11 @@ class Panels:
         panels.multiply(x)      # x @ weight.T
     """
 
-    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None) -> None:
+    _panels: Tensor
+
+    def __init__(
+        self, library: Library, weight: Tensor, bias: Tensor | None, spare: "Panels | None" = None
+    ) -> None:
         outer, inner = weight.shape
         assert weight.numel() > 0 and weight.device.type == "cpu"
         rows = library.panel_rows
@@ -30,7 +34,11 @@ class Panels:
         count, units = -(-outer // rows), -(-row_units // library.step_units) * library.step_units
         self.dtype, self.outer, self.inner = weight.dtype, outer, inner
         self._library = library
-        self._panels = torch.empty((count, units, rows), dtype=torch.int32)
+        shape = (count, units, rows)
+        if spare is not None and spare._panels.shape == shape:
+            self._panels = spare._panels  # fresh memory takes as long as the copying
+        else:
+            self._panels = torch.empty(shape, dtype=torch.int32)
         self._bias = None
         if bias is not None:
             assert bias.shape == (outer,) and bias.dtype == weight.dtype
@@ -79,6 +87,7 @@ class Products:
         size = weight.shape[1] * weight.element_size()
         return has_code and weight.numel() > 0 and size % UNIT_BYTES == 0
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> Panels:
-        """Weights ``[O, I]`` and a bias ``[O]`` of one dtype, see :meth:`can_pack`."""
-        return Panels(self._library, weight, bias)
+    def pack(self, weight: Tensor, bias: Tensor | None, spare: Panels | None = None) -> Panels:
+        """Weights ``[O, I]`` and a bias ``[O]`` of one dtype, see :meth:`can_pack`. The memory of ``spare``,
+        which nobody multiplies with any more, is used again where it is as large."""
+        return Panels(self._library, weight, bias, spare)
