@@ -21,8 +21,8 @@ static inline void normalize(O* out, const X* x, const W* weight, int64_t size, 
 
 // total = x + delta (where there is a delta), then out = normalize(total)
 template <class X, class D>
-static void add_rms_norm(X* out, X* total, const X* x, const D* delta, const X* weight, int64_t tokens,
-                         int64_t size, float eps) {
+static void add_rms_norm(X* out, int64_t out_stride, X* total, const X* x, const D* delta, const X* weight,
+                         int64_t tokens, int64_t size, float eps) {
 #pragma omp parallel for if (tokens * size > PARALLEL_FROM)
     for (int64_t t = 0; t < tokens; t++) {
         const X* from = x + t * size;
@@ -31,7 +31,7 @@ static void add_rms_norm(X* out, X* total, const X* x, const D* delta, const X* 
                 store(total + t * size + i, load(from + i) + load(delta + t * size + i));
             from = total + t * size;
         }
-        normalize(out + t * size, from, weight, size, eps);
+        normalize(out + t * out_stride, from, weight, size, eps);
     }
 }
 
@@ -66,13 +66,13 @@ static void rotate(T* out, int64_t out_stride, const T* x, int64_t stride, const
 
 // silu(gate) * up of [T, 2 * D]: the gates first
 template <class T>
-static void silu_mul(T* out, const T* gate_up, int64_t tokens, int64_t size) {
+static void silu_mul(T* out, int64_t out_stride, const T* gate_up, int64_t tokens, int64_t size) {
 #pragma omp parallel for if (tokens * size > PARALLEL_FROM)
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t i = 0; i < size; i += LANES) {
             const T* gate = gate_up + t * 2 * size + i;
             const vf x = load(gate);
-            store(out + t * size + i, rounded<T>(x / (exp(-x) + 1.0f)) * load(gate + size));
+            store(out + t * out_stride + i, rounded<T>(x / (exp(-x) + 1.0f)) * load(gate + size));
         }
 }
 

@@ -23,7 +23,8 @@ void rollout_add_rms_norm(int kind, void* out, void* total, const void* x, const
     auto run = [&](auto* x_type, auto* delta_type) {
         using X = std::remove_pointer_t<decltype(x_type)>;
         using D = std::remove_pointer_t<decltype(delta_type)>;
-        add_rms_norm((X*)out, (X*)total, (const X*)x, (const D*)delta, (const X*)weight, tokens, size, eps);
+        add_rms_norm((X*)out, size, (X*)total, (const X*)x, (const D*)delta, (const X*)weight, tokens, size,
+                     eps);
     };
     if (kind == 0) run((float*)0, (float*)0);
     if (kind == 1) run((bf16*)0, (bf16*)0);
@@ -45,8 +46,8 @@ void rollout_rotate(int kind, void* out, const void* x, int64_t stride, const vo
 }
 
 void rollout_silu_mul(int kind, void* out, const void* gate_up, int64_t tokens, int64_t size) {
-    if (kind == 0) silu_mul((float*)out, (const float*)gate_up, tokens, size);
-    else silu_mul((bf16*)out, (const bf16*)gate_up, tokens, size);
+    if (kind == 0) silu_mul((float*)out, size, (const float*)gate_up, tokens, size);
+    else silu_mul((bf16*)out, size, (const bf16*)gate_up, tokens, size);
 }
 
 void rollout_store(void* keys, void* values, int64_t head_stride, const void* key, int64_t key_stride,
@@ -85,14 +86,14 @@ void rollout_pack(void* panels, const void* weights, int64_t outer, int64_t unit
 }
 
 void rollout_multiply(int kind, void* out, const void* x, const PanelMatrix* matrix, int64_t rows) {
-    if (kind == 0) multiply((float*)out, (const float*)x, *matrix, rows);
-    else multiply((bf16*)out, (const bf16*)x, *matrix, rows);
+    if (kind == 0) multiply((float*)out, (const float*)x, matrix->inner, *matrix, rows);
+    else multiply((bf16*)out, (const bf16*)x, matrix->inner, *matrix, rows);
 }
 
 double rollout_start_layer(int kind, const LayerStart* call) {
     auto run = [&](auto* typed) {
         using T = std::remove_pointer_t<decltype(typed)>;
-        return start_layer(*call, Scratch<T>(scratch_size(*call)).data);
+        return start_layer(*call, Scratch<T>(scratch_size<T>(*call)).data);
     };
     return kind == 0 ? run((float*)0) : run((bf16*)0);
 }
@@ -100,7 +101,7 @@ double rollout_start_layer(int kind, const LayerStart* call) {
 double rollout_end_layer(int kind, const LayerEnd* call) {
     auto run = [&](auto* typed) {
         using T = std::remove_pointer_t<decltype(typed)>;
-        return end_layer(*call, Scratch<T>(scratch_size(*call)).data);
+        return end_layer(*call, Scratch<T>(scratch_size<T>(*call)).data);
     };
     return kind == 0 ? run((float*)0) : run((bf16*)0);
 }

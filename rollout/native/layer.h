@@ -56,31 +56,35 @@ struct TimedProducts {
     double seconds = 0;
 
     // `next`: what is multiplied with after this, if that is known
-    void operator()(T* out, const T* x, const PanelMatrix& matrix, int64_t rows, const PanelMatrix* next) {
+    void operator()(T* out, const T* x, int64_t x_stride, const PanelMatrix& matrix, int64_t rows,
+                    const PanelMatrix* next) {
         const double started = omp_get_wtime();
-        multiply(out, x, matrix, rows, next);
+        multiply(out, x, x_stride, matrix, rows, next);
         seconds += omp_get_wtime() - started;
     }
 };
 
 // Numbers that each half of a layer needs to work in; the end needs more of them than the start.
+template <class T>
 static int64_t scratch_size(const LayerEnd& call) {
-    return std::min(GROUP_ROWS, call.tokens) * (2 * call.down->outer + 3 * call.down->inner);
+    const int64_t D = call.down->outer, M = call.down->inner;
+    return std::min(GROUP_ROWS, call.tokens) * (spread_stride<T>(D) + spread_stride<T>(M) + D + 2 * M);
 }
+template <class T>
 static int64_t scratch_size(const LayerStart& call) {
-    return std::min(GROUP_ROWS, call.tokens) * call.qkv->inner;
+    return std::min(GROUP_ROWS, call.tokens) * spread_stride<T>(call.qkv->inner);
 }
 
 template <class T>
 static double start_layer(const LayerStart& call, T* normed, const PanelMatrix* next = nullptr) {
-    const int64_t D = call.qkv->inner, outer = call.qkv->outer;
+    const int64_t D = call.qkv->inner, outer = call.qkv->outer, normed_stride = spread_stride<T>(D);
     TimedProducts<T> product;
     for (int64_t top = 0; top < call.tokens; top += GROUP_ROWS) {
         const int64_t count = std::min(GROUP_ROWS, call.tokens - top), angle = top * call.head_dim;
         T* out = (T*)call.out + top * outer;
-        add_rms_norm(normed, (T*)nullptr, (const T*)call.hidden + top * D, (const T*)nullptr,
+        add_rms_norm(normed, normed_stride, (T*)nullptr, (const T*)call.hidden + top * D, (const T*)nullptr,
                      (const T*)call.norm, count, D, call.eps);
-        product(out, normed, *call.qkv, count, next);
+        product(out, normed, normed_stride, *call.qkv, count, next);
         rotate(out, outer, out, outer, (const T*)call.cos + angle, (const T*)call.sin + angle,
                (const T*)call.query_norm, (const T*)call.key_norm, call.head_eps, count,
                call.queries + call.keys, call.queries, call.head_dim);
@@ -92,19 +96,21 @@ template <class T>
 static double end_layer(const LayerEnd& call, T* scratch, const PanelMatrix* next = nullptr) {
     const int64_t D = call.down->outer, M = call.down->inner, attended_size = call.attention_out->inner;
     const int64_t most = std::min(GROUP_ROWS, call.tokens);
-    T *delta = scratch, *normed = delta + most * D, *gate_up = normed + most * D;
-    T* gated = gate_up + most * 2 * M;
+    const int64_t normed_stride = spread_stride<T>(D), gated_stride = spread_stride<T>(M);
+    // first those that have to begin at a cache line
+    T *normed = scratch, *gated = normed + most * normed_stride, *gate_up = gated + most * gated_stride;
+    T* delta = gate_up + most * 2 * M;
     TimedProducts<T> product;
     for (int64_t top = 0; top < call.tokens; top += GROUP_ROWS) {
         const int64_t count = std::min(GROUP_ROWS, call.tokens - top);
         T* out = (T*)call.out + top * D;
-        product(delta, (const T*)call.attended + top * attended_size, *call.attention_out, count,
-                call.gate_up);
-        add_rms_norm(normed, out, (const T*)call.hidden + top * D, delta, (const T*)call.norm, count, D,
-                     call.eps);
-        product(gate_up, normed, *call.gate_up, count, call.down);
-        silu_mul(gated, gate_up, count, M);
-        product(delta, gated, *call.down, count, next);
+        product(delta, (const T*)call.attended + top * attended_size, attended_size, *call.attention_out,
+                count, call.gate_up);
+        add_rms_norm(normed, normed_stride, out, (const T*)call.hidden + top * D, delta, (const T*)call.norm,
+                     count, D, call.eps);
+        product(gate_up, normed, normed_stride, *call.gate_up, count, call.down);
+        silu_mul(gated, gated_stride, gate_up, count, M);
+        product(delta, gated, gated_stride, *call.down, count, next);
         add(out, delta, count * D);
     }
     return product.seconds;
@@ -133,7 +139,7 @@ static DecodeLayer placed(DecodeLayer layer, const DecodeStep& step) {
 template <class T>
 static void decode_layers(const DecodeLayer* layers, int64_t count, const DecodeStep& step, double* seconds) {
     int64_t most = 0;
-    for (int64_t i = 0; i < count; i++) most = std::max(most, scratch_size(placed<T>(layers[i], step).end));
+    for (int64_t i = 0; i < count; i++) most = std::max(most, scratch_size<T>(placed<T>(layers[i], step).end));
     const Scratch<T> scratch(most);
     for (int64_t i = 0; i < count; i++) {
         const DecodeLayer layer = placed<T>(layers[i], step);

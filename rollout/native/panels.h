@@ -20,6 +20,14 @@ static inline int64_t whole_steps(int64_t units) {
     return (units + STEP_UNITS - 1) / STEP_UNITS * STEP_UNITS;
 }
 
+// Numbers from row to row, at least `size`, where rows are read side by side: an odd number of cache lines, so
+// that they spread over all sets of the L1 cache instead of pushing each other out.
+template <class T>
+static inline int64_t spread_stride(int64_t size) {
+    constexpr int64_t LINE = 64 / sizeof(T);
+    return ((size + LINE - 1) / LINE | 1) * LINE;
+}
+
 struct PanelMatrix {
     const void* panels;  // [ceil(O / PANEL), U, PANEL] units, zeros where the weights have ended
     const void* bias;    // [panels * PANEL] or null

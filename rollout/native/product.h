@@ -80,23 +80,24 @@ struct PanelRange {
 };
 
 template <class T, class Sums>
-static void multiply_with(T* out, const T* x, const PanelMatrix& matrix, int64_t rows,
+static void multiply_with(T* out, const T* x, int64_t x_stride, const PanelMatrix& matrix, int64_t rows,
                           const PanelMatrix* next) {
     const int64_t row_units = matrix.row_units<T>(), units = whole_steps(row_units);
     const int64_t panels = matrix.num_panels();
-    // rows that lie a power of two apart would push each other out of the L1 cache
-    const bool is_copied = units != row_units || (rows > MOST_CLASHING_ROWS && units % CLASHING_UNITS == 0);
-    const int64_t row_stride = is_copied ? units + LANES : units;
+    const int64_t given_stride = x_stride * sizeof(T) / sizeof(unit);
+    const bool is_copied =
+        units != row_units || (rows > MOST_CLASHING_ROWS && given_stride % CLASHING_UNITS == 0);
+    const int64_t row_stride = is_copied ? spread_stride<unit>(units) : given_stride;
     const Scratch<unit> copies(is_copied ? std::min(rows, GROUP_ROWS) * row_stride : 0);
 #pragma omp parallel if (rows * matrix.inner * matrix.outer > PARALLEL_PRODUCTS)
     for (int64_t top = 0; top < rows; top += GROUP_ROWS) {
-        const unit* group = reinterpret_cast<const unit*>(x) + top * row_units;
+        const unit* group = reinterpret_cast<const unit*>(x) + top * given_stride;
         const int64_t count = std::min(GROUP_ROWS, rows - top);
         if (is_copied) {
 #pragma omp for
             for (int64_t r = 0; r < count; r++) {
                 unit* row = copies.data + r * row_stride;
-                std::memcpy(row, group + r * row_units, row_units * sizeof(unit));
+                std::memcpy(row, group + r * given_stride, row_units * sizeof(unit));
                 std::fill(row + row_units, row + units, 0);
             }
         }
@@ -116,12 +117,12 @@ static void multiply_with(T* out, const T* x, const PanelMatrix& matrix, int64_t
     }
 }
 
-// out [rows, O] = x [rows, I] . weights^T + bias. The first panels of `next`, which comes after this matrix,
-// are fetched at the end.
+// out [rows, O] = x [rows, I] . weights^T + bias, the rows of x `x_stride` numbers apart. The first panels of
+// `next`, which comes after this matrix, are fetched at the end.
 template <class T>
-static void multiply(T* out, const T* x, const PanelMatrix& matrix, int64_t rows,
+static void multiply(T* out, const T* x, int64_t x_stride, const PanelMatrix& matrix, int64_t rows,
                      const PanelMatrix* next = nullptr) {
     if constexpr (std::is_same_v<T, bf16>)
-        if (HAS_TILES) return multiply_with<T, TileSums>(out, x, matrix, rows, next);
-    multiply_with<T, RegisterSums<T>>(out, x, matrix, rows, next);
+        if (HAS_TILES) return multiply_with<T, TileSums>(out, x, x_stride, matrix, rows, next);
+    multiply_with<T, RegisterSums<T>>(out, x, x_stride, matrix, rows, next);
 }

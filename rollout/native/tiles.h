@@ -19,7 +19,7 @@ static const bool HAS_TILES = ask_for_tiles();
 struct TileSums {
     static constexpr int MOST_ROWS = 16;       // of a block
     static constexpr int BLOCKS = 2;           // at once: 2 x 2 tiles of sums, 2 of inputs, 2 of weights
-    static constexpr int SHARED_UNITS = 96;
+    static constexpr int SHARED_UNITS = 288;   // 36 KB of weights in the L1 cache, past which the inputs go
     static constexpr int FETCHING_BLOCKS = 8;  // the first of a chunk fetch the next one among them
 
     // Tells this thread's tiles their sizes, and gives them up at the end.
@@ -73,13 +73,13 @@ struct TileSums {
         }
         for (int64_t u = 0; u < units; u += STEP_UNITS) {
             _tile_loadd(6, weights, PANEL_BYTES);
-            _tile_loadd(4, upper, row_bytes);
+            _tile_stream_loadd(4, upper, row_bytes);
             for (int64_t i = 0; i < step_bytes; i += 64, ahead.at += 64) __builtin_prefetch(ahead.at, 0, 2);
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(7, right, PANEL_BYTES);
             _tile_dpbf16ps(1, 4, 7);
             if (TWO) {
-                _tile_loadd(5, lower, row_bytes);
+                _tile_stream_loadd(5, lower, row_bytes);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
