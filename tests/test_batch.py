@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rollout.batch import (
     MAX_BUCKET_SIZES,
+    MAX_LONE_KEYS,
     Bucket,
     BucketKind,
     GroupBatch,
@@ -38,9 +39,22 @@ def make_sequence(ids: list[int], tables: list[list[int]], first_page: list[int]
     return sequence
 
 
-def build(plan: StepPlan, windows: tuple[int | None, ...] = (None,), page_size: int = 4) -> StepBatch:
+def build(
+    plan: StepPlan,
+    windows: tuple[int | None, ...] = (None,),
+    page_size: int = 4,
+    *,
+    masks: bool = True,
+    max_lone_keys: int = MAX_LONE_KEYS,
+) -> StepBatch:
     batch = build_batch(
-        plan, page_size=page_size, windows=windows, dtype=torch.bfloat16, device=torch.device("cpu")
+        plan,
+        page_size=page_size,
+        windows=windows,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        masks=masks,
+        max_lone_keys=max_lone_keys,
     )
     batch.check()
     return batch
@@ -84,6 +98,28 @@ def test_rows_are_packed_by_kind_and_the_largest_come_first() -> None:
             (BucketKind.FRESH, 2, 10, 2, 5),
             (BucketKind.CONTINUED, 10, 12, 1, 2),
         ]
+
+
+def test_without_masks_tokens_of_short_prompts_are_rows_of_their_own() -> None:
+    batch = build(mixed_plan(), (None, 4), masks=False, max_lone_keys=4)
+    #                                  old young   prompt       longer              chunk
+    assert batch.input_ids.tolist() == [[29, 45, 11, 12, 13, 51, 52, 53, 54, 55, 34, 35]]
+    full, sliding = batch.groups
+    for group in batch.groups:
+        assert [(b.kind, b.start, b.end, b.num_rows, b.query_len) for b in group.buckets] == [
+            (BucketKind.DECODE, 0, 5, 5, 1),
+            (BucketKind.FRESH, 5, 10, 1, 5),
+            (BucketKind.CONTINUED, 10, 12, 1, 2),
+        ]
+    lone, in_window = full.buckets[0], sliding.buckets[0]
+    assert lone.pages is not None and lone.seen is not None and lone.bias is None
+    assert lone.pages.view(5, 3).tolist() == [[2, 3, 4], [7, 8, 0], [1, 0, 0], [1, 0, 0], [1, 0, 0]]
+    assert lone.seen.tolist() == [[0, 10], [0, 6], [0, 1], [0, 2], [0, 3]]
+    assert in_window.pages is not None and in_window.seen is not None
+    assert in_window.pages.view(5, 2).tolist() == [[2, 3], [7, 8], [1, 0], [1, 0], [1, 0]]
+    assert in_window.seen.tolist() == [[2, 6], [2, 6], [0, 1], [0, 2], [0, 3]]
+    everything = build(mixed_plan(), (None, 4), masks=False).groups[0].buckets
+    assert [(b.kind, b.num_rows) for b in everything] == [(BucketKind.DECODE, 12)]
 
 
 def test_each_token_is_stored_in_its_own_page_and_slot() -> None:
@@ -256,9 +292,12 @@ def seen_in_bucket(bucket: Bucket, group: GroupBatch, page_size: int) -> list[se
         assert bucket.tokens is not None and bucket.bias is None
         slots = group.slots[bucket.tokens].view(rows, queries)
         return [set(slots[at // queries, : at % queries + 1].tolist()) for at in kept]
-    assert bucket.bias is not None
     flat = bucket.pages.view(rows, -1, 1) * page_size + torch.arange(page_size)
     flat = flat.view(rows, -1)
+    if bucket.seen is not None:
+        assert queries == 1 and bucket.bias is None
+        return [set(slots[begin:end].tolist()) for slots, (begin, end) in zip(flat, bucket.seen, strict=True)]
+    assert bucket.bias is not None
     assert set(bucket.bias.flatten().tolist()) <= {0.0, -INF}
     visible = bucket.bias == 0
     return [set(flat[at // queries][visible[at // queries, at % queries]].tolist()) for at in kept]
@@ -280,12 +319,14 @@ shapes_of_rows = st.lists(
     shapes=shapes_of_rows,
     windows=st.lists(st.none() | st.integers(1, 20), min_size=1, max_size=2).map(tuple),
     page_size=st.integers(4, 6),
+    masks=st.booleans(),
+    max_lone_keys=st.sampled_from([0, 5, 20, 100]),
 )
 def test_every_query_sees_exactly_its_own_keys_up_to_itself_in_its_window(
-    shapes: list[Shape], windows: tuple[int | None, ...], page_size: int
+    shapes: list[Shape], windows: tuple[int | None, ...], page_size: int, masks: bool, max_lone_keys: int
 ) -> None:
     plan = random_plan(shapes, windows, page_size)
-    batch = build(plan, windows, page_size)
+    batch = build(plan, windows, page_size, masks=masks, max_lone_keys=max_lone_keys)
     assert sorted(map(id, batch.packed_rows)) == sorted(map(id, plan.rows))
     for g, (window, group) in enumerate(zip(windows, batch.groups, strict=True)):
         expected = [

@@ -222,12 +222,16 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels: Kernels, dtype:
         torch.set_num_threads(before)
 
 
-def test_attention_may_store_the_rows_own_keys_first(kernels: Kernels) -> None:
+@pytest.mark.parametrize("same_prompt", [True, False])
+def test_attention_may_store_the_rows_own_keys_first(kernels: Kernels, same_prompt: bool) -> None:
     pages = randn(2, 4, 4, 32), randn(2, 4, 4, 32, seed=1)
     apart = pages[0].clone(), pages[1].clone()
     key, value = randn(3, 2, 32, seed=2), randn(3, 2, 32, seed=3)
     slots, tables = torch.tensor([5, 9, 15]), torch.tensor([[1], [2], [3]])
     seen = torch.tensor([[0, 2], [0, 2], [0, 4]])
+    if same_prompt:  # the first row sees what the last one stores, whichever thread that is of
+        slots, tables = torch.tensor([6, 5, 4]), torch.tensor([[1], [1], [1]])
+        seen = torch.tensor([[0, 3], [0, 2], [0, 1]])
     query = randn(3, 4, 32, seed=4)
     together = kernels.attend(query, *pages, tables, seen, 0.2, new=(key, value, slots))
     kernels.store(*apart, key, value, slots)

@@ -9,6 +9,7 @@ import pytest
 
 from oracle import assert_greedy, assert_logprobs, assert_same_draws
 from rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
+from rollout.batch import MAX_LONE_KEYS
 from tiny_models import TINY_MODELS
 
 WAYS = {
@@ -55,6 +56,19 @@ def test_tokens_and_logprobs_are_the_oracles(name: str, way: str) -> None:
         assert_logprobs(model, completion, temperature=temperature)
         if temperature == 0:
             assert_greedy(model, completion)
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_long_prompts_beside_short_ones_are_the_oracles(name: str) -> None:
+    """Past ``MAX_LONE_KEYS`` a prompt's tokens attend together, at once or after a computed part."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(97) for _ in range(length)] for length in (MAX_LONE_KEYS + 1, 20, 230)]
+    prompts.append(prompts[2][:150] + prompts[1])
+    for max_batch_tokens in (None, 100):
+        engine = RolloutEngine(TINY_MODELS[name](), config={"max_batch_tokens": max_batch_tokens})
+        for completion in engine.generate(prompts, SamplingParams(max_new_tokens=4, temperature=0)):
+            assert_greedy(TINY_MODELS[name](), completion)
+            assert_logprobs(TINY_MODELS[name](), completion, temperature=0)
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)

@@ -23,8 +23,8 @@ struct AttentionCall {
     int64_t query_stride, head_stride, page_size;
     int64_t rows, width, kv_heads, group;
     float scaling, softcap;  // softcap 0: none
-    // the rows' own keys and values [R, K, H], to be stored at slots [R], which no other row reads; null where
-    // they are there already
+    // the rows' own keys and values [R, K, H], to be stored at slots [R] before any row reads; null where they
+    // are there already
     const void *key, *value;
     const int64_t* slots;
     int64_t key_stride, value_stride;
@@ -112,7 +112,7 @@ struct ItemRange {
     }
 };
 
-// Puts the key and value of an item in their place: by the thread that reads them next.
+// Puts the key and value of an item in their place.
 template <class T, int C>
 static inline void store_item(const AttentionCall& call, AttentionItem item) {
     constexpr int64_t H = C * LANES;
@@ -197,9 +197,12 @@ static void attend(const AttentionCall& call) {
     {
         std::vector<float> scratch;
         const ItemRange own(call);
+        if (call.slots) {
+            for (int64_t i = own.begin; i < own.end; i++) store_item<T, C>(call, AttentionItem(call, i));
+#pragma omp barrier  // rows may be tokens of one prompt, which see each other
+        }
         for (int64_t i = own.begin; i < own.end; i++) {
             const AttentionItem item(call, i), next(call, std::min(i + 1, own.end - 1));
-            if (call.slots) store_item<T, C>(call, item);
             int64_t done = 0;
             // as many query heads at once as keep their sums in registers
             constexpr int MOST = C <= 4 ? 4 : 2;
