@@ -30,8 +30,8 @@ BUCKET_OVERHEAD_KEYS = 512
 10 us per 32 slots, 100 us of calls per bucket and layer)."""
 MAX_LONE_KEYS = 192
 """Without masks a prompt's tokens attend one by one, like decode rows, where they see so many keys at the
-most: no gather, no padding, no mask, and all layers in one call (135M model, 2 CPU cores with AMX: 1.3 times as
-fast as SDPA for prompts of 40 tokens, as fast around 200, slower beyond)."""
+most: no gather, no padding, no mask, and all layers in one call (135M model, 2 CPU cores with AMX: 1.3 times
+as fast as SDPA for prompts of 40 tokens, as fast around 200, slower beyond)."""
 MAX_BUCKET_SIZES = 16
 """Distinct sizes between which bucket borders are searched; more are rounded together."""
 

@@ -191,7 +191,7 @@ class Kernels:
             seen: [R, 2] int64, first key seen and end, counted from the first slot of the table.
             scaling: factor of the scores; softcap: see ``AttentionCall`` of the backends.
             sinks: [N] float32.
-            new: the rows' own key, value and slots, as for :meth:`store`, which are stored before any row reads.
+            new: the rows' own key, value and slots, as for :meth:`store`; stored before any row reads.
 
         Returns ``[R, N, H]``.
         """
