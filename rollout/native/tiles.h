@@ -72,14 +72,14 @@ struct TileSums {
             }
         }
         for (int64_t u = 0; u < units; u += STEP_UNITS) {
-            _tile_loadd(6, weights, PANEL_BYTES);
             _tile_stream_loadd(4, upper, row_bytes);
+            if (TWO) _tile_stream_loadd(5, lower, row_bytes);
+            _tile_loadd(6, weights, PANEL_BYTES);
+            _tile_loadd(7, right, PANEL_BYTES);
             for (int64_t i = 0; i < step_bytes; i += 64, ahead.at += 64) __builtin_prefetch(ahead.at, 0, 2);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, right, PANEL_BYTES);
             _tile_dpbf16ps(1, 4, 7);
             if (TWO) {
-                _tile_stream_loadd(5, lower, row_bytes);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
