@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout import SamplingParams
-from rollout.bench.limits import MachineRates, ModelCost, least_seconds, measure_rates
+from rollout.bench.limits import MachineRates, MeasuredRates, ModelCost, least_seconds, measure_rates
 from rollout.bench.measure import measure
 from rollout.bench.peers import (
     EnginePeer,
@@ -133,7 +133,16 @@ def test_idle_threads_are_given_up() -> None:
 
 def test_rates_are_of_this_machine() -> None:
     rates = measure_rates(torch.float32)
-    assert rates.flops > 1e9 and rates.bytes_per_second > 1e8
+    assert rates.best.flops >= rates.usual.flops > 1e9
+    assert rates.best.bytes_per_second >= rates.usual.bytes_per_second > 1e8
+
+
+def test_of_several_measurements_the_best_and_the_mean_of_the_usual_count() -> None:
+    def rates(number: float) -> MachineRates:
+        return MachineRates(flops=number, bytes_per_second=number * 10)
+
+    both = [MeasuredRates(best=rates(8), usual=rates(2)), MeasuredRates(best=rates(6), usual=rates(4))]
+    assert MeasuredRates.over(both) == MeasuredRates(best=rates(8), usual=rates(3))
 
 
 class FakePeer:
@@ -240,7 +249,8 @@ def test_a_whole_bench_gives_records_that_json_takes() -> None:
     records = run_bench(load, workloads=["single"], peers=["rollout", "generate"], rounds=2)
     (record,) = json.loads(json.dumps(records))
     assert record["ratio"]["generate"] == record["median"]["rollout"] / record["median"]["generate"]
-    assert 0 < record["share_of_limit"] < 1
+    assert 0 < record["share_of_limit"] <= record["share_of_usual_limit"]
+    assert record["share_of_limit"] < 1
     assert sum(record["shares_of_operators"].values()) == pytest.approx(1)
     assert record["seconds_by_stage"]["forward"] > 0 and record["num_steps"] == 64
     with pytest.raises(ValueError, match="known: rollout"):

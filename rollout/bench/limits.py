@@ -5,8 +5,9 @@ every step at the measured rate of matrix products or of memory, whichever takes
 sampling, softmax or norms.
 """
 
+import statistics
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,11 +32,29 @@ class MachineRates:
     bytes_per_second: float
     """Read in one sum over a tensor far larger than a core's own caches."""
 
-    def better_of(self, other: "MachineRates") -> "MachineRates":
-        """The higher rate of each: on a shared machine they come and go."""
-        return MachineRates(
-            flops=max(self.flops, other.flops),
-            bytes_per_second=max(self.bytes_per_second, other.bytes_per_second),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRates:
+    """On a shared machine rates come and go, within milliseconds, too."""
+
+    best: MachineRates
+    """In the fastest single call: a limit that nothing exceeds."""
+    usual: MachineRates
+    """In the median call of the fastest way: what there was to be had most of the time."""
+
+    @classmethod
+    def over(cls, measured: "Sequence[MeasuredRates]") -> "MeasuredRates":
+        """Of several times: the best of the best, the mean of the usual ones."""
+        best, usual = [m.best for m in measured], [m.usual for m in measured]
+        return cls(
+            best=MachineRates(
+                flops=max(rates.flops for rates in best),
+                bytes_per_second=max(rates.bytes_per_second for rates in best),
+            ),
+            usual=MachineRates(
+                flops=statistics.mean(rates.flops for rates in usual),
+                bytes_per_second=statistics.mean(rates.bytes_per_second for rates in usual),
+            ),
         )
 
 
@@ -72,16 +91,20 @@ class ModelCost:
         )
 
 
-def measure_rates(dtype: torch.dtype) -> MachineRates:
+def measure_rates(dtype: torch.dtype) -> MeasuredRates:
     """This machine's rates now; about eight seconds."""
-    best = 0.0
+    best = usual = 0.0
     for rows, inner, outer in GEMM_SHAPES:
         for kind in {torch.float32, dtype}:
             a, b = torch.randn(rows, inner).to(kind), torch.randn(inner, outer).to(kind)
             for product in _products(a, b):
-                best = max(best, 2 * rows * inner * outer / _seconds(product))
-    stream = torch.ones(STREAM_BYTES // 4)
-    return MachineRates(flops=best, bytes_per_second=STREAM_BYTES / _seconds(stream.sum))
+                flops, seconds = 2 * rows * inner * outer, _seconds(product)
+                best, usual = max(best, flops / min(seconds)), max(usual, flops / statistics.median(seconds))
+    seconds = _seconds(torch.ones(STREAM_BYTES // 4).sum)
+    return MeasuredRates(
+        best=MachineRates(flops=best, bytes_per_second=STREAM_BYTES / min(seconds)),
+        usual=MachineRates(flops=usual, bytes_per_second=STREAM_BYTES / statistics.median(seconds)),
+    )
 
 
 def _products(a: Tensor, b: Tensor) -> list[Callable[[], Tensor]]:
@@ -94,15 +117,16 @@ def _products(a: Tensor, b: Tensor) -> list[Callable[[], Tensor]]:
     return ways
 
 
-def _seconds(run: Callable[[], Tensor]) -> float:
-    """The least time of one call."""
+def _seconds(run: Callable[[], Tensor]) -> list[float]:
+    """The time of each of some calls."""
     run()
-    least, end = float("inf"), time.perf_counter() + MEASURE_SECONDS
-    while time.perf_counter() < end:
+    times: list[float] = []
+    end = time.perf_counter() + MEASURE_SECONDS
+    while not times or time.perf_counter() < end:
         started = time.perf_counter()
         run()
-        least = min(least, time.perf_counter() - started)
-    return least
+        times.append(time.perf_counter() - started)
+    return times
 
 
 def least_seconds(workload: Workload, cost: ModelCost, rates: MachineRates) -> float:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rollout.bench.limits import MachineRates, ModelCost, least_seconds, measure_rates
+from rollout.bench.limits import MeasuredRates, ModelCost, least_seconds, measure_rates
 from rollout.bench.measure import Measurement, measure, operator_shares, peak_memory_bytes
 from rollout.bench.peers import EnginePeer, GeneratePeer, Peer, TransformersPeer
 from rollout.bench.workloads import Workload, check_name, make_workload
@@ -58,7 +58,7 @@ def run_bench(
         makers = {peer: partial(_make, peer, model, workload) for peer, (model, _) in loaded.items()}
         results, made = measure(makers, workload, rounds)
         try:
-            rates = rates.better_of(measure_rates(first.dtype))
+            rates = MeasuredRates.over([rates, measure_rates(first.dtype)])
             records.append(_record(workload, results, made, cost, rates))
         finally:
             for peer in made.values():
@@ -78,15 +78,19 @@ def _record(
     results: Sequence[Measurement],
     made: dict[str, Peer],
     cost: ModelCost,
-    rates: MachineRates,
+    rates: MeasuredRates,
 ) -> dict[str, Any]:
-    limit = workload.num_tokens / least_seconds(workload, cost, rates)
+    limit = workload.num_tokens / least_seconds(workload, cost, rates.best)
+    usual_limit = workload.num_tokens / least_seconds(workload, cost, rates.usual)
     record: dict[str, Any] = {
         "workload": workload.name,
         "tokens": workload.num_tokens,
         "limit_tokens_per_second": limit,
-        "gemm_gflops": rates.flops / 1e9,
-        "memory_gb_per_second": rates.bytes_per_second / 1e9,
+        "gemm_gflops": rates.best.flops / 1e9,
+        "memory_gb_per_second": rates.best.bytes_per_second / 1e9,
+        "usual_limit_tokens_per_second": usual_limit,
+        "usual_gemm_gflops": rates.usual.flops / 1e9,
+        "usual_memory_gb_per_second": rates.usual.bytes_per_second / 1e9,
         "peak_memory_bytes": peak_memory_bytes(),
         "settings": {name: peer.setting for name, peer in made.items()},
         "tokens_per_second": {result.peer: result.tokens_per_second for result in results},
@@ -97,6 +101,7 @@ def _record(
     if isinstance(ours, EnginePeer):
         record["ratio"] = {r.peer: record["median"][OURS] / r.median for r in results if r.peer != OURS}
         record["share_of_limit"] = record["median"][OURS] / limit
+        record["share_of_usual_limit"] = record["median"][OURS] / usual_limit
         stages = [metrics.seconds_by_stage for metrics in ours.metrics]
         record["seconds_by_stage"] = {stage: sum(s[stage] for s in stages) for stage in stages[0]}
         record["num_steps"] = sum(metrics.num_steps for metrics in ours.metrics)
@@ -118,8 +123,10 @@ def _tables(record: dict[str, Any]) -> list[Table]:
             each,
             f"{ratio:.2f}" if ratio else "",
         )
-    limit = f"at most, by {record['gemm_gflops']:.0f} GFLOP/s and {record['memory_gb_per_second']:.1f} GB/s"
-    speeds.add_row(limit, f"{record['limit_tokens_per_second']:.1f}", "", "")
+    for kind, words in (("", "at most, by"), ("usual_", "at rates usual in this run,")):
+        flops, memory = record[f"{kind}gemm_gflops"], record[f"{kind}memory_gb_per_second"]
+        limit = record[f"{kind}limit_tokens_per_second"]
+        speeds.add_row(f"{words} {flops:.0f} GFLOP/s and {memory:.1f} GB/s", f"{limit:.1f}", "", "")
     if "share_of_limit" not in record:
         return [speeds]
     seconds = record["seconds_by_stage"]
@@ -129,4 +136,5 @@ def _tables(record: dict[str, Any]) -> list[Table]:
     for part, share in record["shares_of_operators"].items():
         spent.add_row(f"operators: {part}", "", f"{share:.1%}")
     spent.add_row("speed against the limit", "", f"{record['share_of_limit']:.1%}")
+    spent.add_row("... at usual rates", "", f"{record['share_of_usual_limit']:.1%}")
     return [speeds, spent]
