@@ -6,7 +6,7 @@ one contiguous run of tokens::
     packed tokens  | decode rows, longest first | new prompts, longest first | continued prompts |
     buckets        |    d0     |    d1    |  d2 |      p0      |      p1     |        c0         |
 
-Without masks, the tokens of short prompts are decode rows of one bucket.
+Without masks, the tokens of short prompts follow the decode rows as rows of the same, the only bucket.
 
 Letters: T packed tokens, R rows of a bucket, Q query tokens of its longest row, W page-table width,
 S slots in a page, C keys seen through a table (W * S), D drawing rows.
@@ -15,7 +15,7 @@ S slots in a page, C keys seen through a table (W * S), D drawing rows.
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, compress
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ MAX_LONE_KEYS = 192
 """Without masks a prompt's tokens attend one by one, like decode rows, where they see so many keys at the
 most: no gather, no padding, no mask, and all layers in one call (135M model, 2 CPU cores with AMX: 1.3 times
 as fast as SDPA for prompts of 40 tokens, as fast around 200, slower beyond)."""
+MAX_LONE_TABLE = 2**20
+"""Numbers in a page table with a row for each token at the most (8 MiB): one sequence of many pages makes it
+that wide for all. Where there would be more, prompts stay together."""
 MAX_BUCKET_SIZES = 16
 """Distinct sizes between which bucket borders are searched; more are rounded together."""
 
@@ -39,7 +42,7 @@ MAX_BUCKET_SIZES = 16
 class BucketKind(Enum):
     """How the rows of a bucket find their keys."""
 
-    DECODE = "decode"  # one query token each, keys from pages: of short prompts each token may be a row
+    DECODE = "decode"  # one query token each (a decode row, or a token of a short prompt), keys from pages
     FRESH = "fresh"  # whole prompts from position 0, keys are the packed ones
     CONTINUED = "continued"  # several query tokens after a computed prefix, keys from pages
 
@@ -158,7 +161,9 @@ def build_batch(
     Without ``masks`` all decode rows and the tokens of prompts up to ``max_lone_keys`` make one bucket and
     tell which keys they see by ``seen``. With ``run_rules`` there are runs for a paged kernel and no buckets.
     """
-    runs = _split_by_kind(plan.rows, 0 if masks or run_rules is not None else max_lone_keys)
+    if masks or run_rules is not None or _lone_table_size(plan.rows) > MAX_LONE_TABLE:
+        max_lone_keys = 0
+    runs = _split_by_kind(plan.rows, max_lone_keys)
     packed = PackedRows.of([row for _, run in runs for row in run])
     ids = [t for row in packed.rows for t in row.sequence.ids[row.start : row.start + row.length]]
     last_token = {id(row): end - 1 for row, end in zip(packed.rows, packed.ends, strict=True)}
@@ -188,15 +193,24 @@ def _moves(transfers: SequenceABC[PageTransfer], device: torch.device) -> tuple[
     )
 
 
+def _lone_table_size(rows: SequenceABC[PlannedRow]) -> int:
+    """Numbers in a page table with a row for each token."""
+    widest = max(len(pages) for row in rows for pages in row.sequence.tables)
+    return widest * sum(row.length for row in rows)
+
+
 def _split_by_kind(
     rows: SequenceABC[PlannedRow], max_lone_keys: int
 ) -> list[tuple[BucketKind, list[PlannedRow]]]:
-    """Rows by kind, each kind sorted by size with the largest first."""
-    alone = [row.length == 1 or row.start + row.length <= max_lone_keys for row in rows]
-    decode = sorted(compress(rows, alone), key=lambda r: -r.start)
+    """Rows by kind, each kind sorted by size with the largest first; prompts among decode rows come last."""
+
+    def attends_alone(row: PlannedRow) -> bool:
+        return row.length == 1 or row.start + row.length <= max_lone_keys
+
+    decode = sorted(filter(attends_alone, rows), key=lambda r: (r.length > 1, -r.start))
     if len(decode) == len(rows):
         return [(BucketKind.DECODE, decode)]
-    together = [row for row, is_alone in zip(rows, alone, strict=True) if not is_alone]
+    together = [row for row in rows if not attends_alone(row)]
     fresh = sorted((r for r in together if r.start == 0), key=lambda r: -r.length)
     continued = sorted((r for r in together if r.start > 0), key=lambda r: -r.length)
     kinds = ((BucketKind.DECODE, decode), (BucketKind.FRESH, fresh), (BucketKind.CONTINUED, continued))

@@ -1,7 +1,8 @@
-"""All decoder layers of a view as one module, which runs a decode step's layers in one compiled call.
+"""All decoder layers of a view as one module, which runs them in one compiled call where every token attends
+by itself: in decode steps, and in steps with prompts that are short.
 
 Calling a layer costs Python some hundred microseconds, which is a third of a step with few rows. Steps with
-several tokens in a row go through the fused layers one by one.
+longer prompts go through the fused layers one by one.
 """
 
 import logging

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rollout.batch import (
     MAX_BUCKET_SIZES,
     MAX_LONE_KEYS,
+    MAX_LONE_TABLE,
     Bucket,
     BucketKind,
     GroupBatch,
@@ -120,6 +121,22 @@ def test_without_masks_tokens_of_short_prompts_are_rows_of_their_own() -> None:
     assert in_window.seen.tolist() == [[2, 6], [2, 6], [0, 1], [0, 2], [0, 3]]
     everything = build(mixed_plan(), (None, 4), masks=False).groups[0].buckets
     assert [(b.kind, b.num_rows) for b in everything] == [(BucketKind.DECODE, 12)]
+
+
+def test_prompts_stay_together_beside_a_sequence_of_very_many_pages() -> None:
+    length = 1 + MAX_LONE_TABLE // 4  # pages: three tokens and one make a table of a row too much
+    giant = make_sequence(list(range(4 * length)), [list(range(2, 2 + length))])
+    prompt = make_sequence([1, 2, 3], [[1]])
+    plan = StepPlan(
+        rows=(
+            PlannedRow(sequence=giant, start=4 * length - 1, length=1),
+            PlannedRow(sequence=prompt, start=0, length=3),
+        )
+    )
+    buckets = build(plan, masks=False).groups[0].buckets
+    assert [(b.kind, b.num_rows) for b in buckets] == [(BucketKind.DECODE, 1), (BucketKind.FRESH, 1)]
+    short = dataclasses.replace(plan, rows=plan.rows[1:])
+    assert [b.kind for b in build(short, masks=False).groups[0].buckets] == [BucketKind.DECODE]
 
 
 def test_each_token_is_stored_in_its_own_page_and_slot() -> None:

@@ -61,14 +61,15 @@ def test_tokens_and_logprobs_are_the_oracles(name: str, way: str) -> None:
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_long_prompts_beside_short_ones_are_the_oracles(name: str) -> None:
     """Past ``MAX_LONE_KEYS`` a prompt's tokens attend together, at once or after a computed part."""
-    rng = random.Random(5)
-    prompts = [[rng.randrange(97) for _ in range(length)] for length in (MAX_LONE_KEYS + 1, 20, 230)]
-    prompts.append(prompts[2][:150] + prompts[1])
-    for max_batch_tokens in (None, 100):
-        engine = RolloutEngine(TINY_MODELS[name](), config={"max_batch_tokens": max_batch_tokens})
+    rng, model = random.Random(5), TINY_MODELS[name]()
+    lengths = (MAX_LONE_KEYS + 1, 20, MAX_LONE_KEYS + 38)
+    prompts = [[rng.randrange(97) for _ in range(length)] for length in lengths]
+    prompts.append(prompts[2][:-60] + prompts[1])
+    for max_batch_tokens in (None, 100):  # in chunks of 100 the second chunk ends beyond, too
+        engine = RolloutEngine(model, config={"max_batch_tokens": max_batch_tokens})
         for completion in engine.generate(prompts, SamplingParams(max_new_tokens=4, temperature=0)):
-            assert_greedy(TINY_MODELS[name](), completion)
-            assert_logprobs(TINY_MODELS[name](), completion, temperature=0)
+            assert_greedy(model, completion)
+            assert_logprobs(model, completion, temperature=0)
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)

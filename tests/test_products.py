@@ -82,7 +82,7 @@ def test_long_rows_and_rows_a_power_of_two_apart(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("units", [97, 96 * 3, 448, 512])
+@pytest.mark.parametrize("units", [97, 288, 289, 448, 512, 700, 288 * 3])
 def test_rows_in_blocks_that_share_chunks_are_those_alone(
     products: Products, dtype: torch.dtype, units: int
 ) -> None:
@@ -161,8 +161,10 @@ def test_weights_may_be_a_view(products: Products) -> None:
 # ---- layers
 
 
-def layer_weights(products: Products, dtype: torch.dtype, has_head_norms: bool) -> LayerWeights:
-    size, inner, queries, keys, dim = 64, 96, 3, 1, 32
+def layer_weights(
+    products: Products, dtype: torch.dtype, has_head_norms: bool, size: int = 64, inner: int = 96
+) -> LayerWeights:
+    queries, keys, dim = 3, 1, 32
     weights = (
         products.pack(
             randn(outer, size_in, dtype=dtype, seed=seed) * size_in**-0.5, randn(outer, dtype=dtype, seed=9)
@@ -190,15 +192,21 @@ def layer_weights(products: Products, dtype: torch.dtype, has_head_norms: bool) 
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 400])
+@pytest.mark.parametrize("sizes", [(64, 96), (48, 80)])  # in bf16 the latter end within a step of tiles
 @pytest.mark.parametrize("has_head_norms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_halves_of_a_layer_are_its_parts(
-    kernels: Kernels, products: Products, dtype: torch.dtype, has_head_norms: bool, tokens: int
+    kernels: Kernels,
+    products: Products,
+    dtype: torch.dtype,
+    has_head_norms: bool,
+    sizes: tuple[int, int],
+    tokens: int,
 ) -> None:
     assert kernels.layers is not None
-    weights = layer_weights(products, dtype, has_head_norms)
+    weights = layer_weights(products, dtype, has_head_norms, *sizes)
     weights.check()
-    hidden, attended = randn(tokens, 64, dtype=dtype), randn(tokens, 96, dtype=dtype, seed=1)
+    hidden, attended = randn(tokens, sizes[0], dtype=dtype), randn(tokens, 96, dtype=dtype, seed=1)
     cos, sin = randn(1, tokens, 32, dtype=dtype, seed=2), randn(1, tokens, 32, dtype=dtype, seed=3)
     joint = weights.qkv.multiply(kernels.rms_norm(hidden, weights.input_norm, weights.input_eps))
     rotated = kernels.rotate(joint, 3, 1, cos, sin, weights.head_norms, weights.head_eps)

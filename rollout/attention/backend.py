@@ -53,7 +53,8 @@ class AttentionBackend(Protocol):
     @property
     def needs_masks(self) -> bool:
         """Whether decode rows come in buckets of similar length with a bias each; else all in one
-        bucket, with the range of keys that each row sees."""
+        bucket, with the range of keys that each row sees. Tokens of short prompts are such rows then, and see
+        what others of them store: all are stored before any is read."""
 
     @property
     def is_recordable(self) -> bool:

@@ -1,7 +1,8 @@
-"""Paged attention in compiled code for decode rows on the CPU; several queries per row go through SDPA.
+"""Paged attention in compiled code on the CPU for decode rows, and for short prompts as rows of one token
+each; longer prompts go through SDPA.
 
-The keys and values of a row are read where they lie, so decode rows need neither buckets of similar
-length nor masks: one call serves them all.
+The keys and values of a row are read where they lie, so such rows need neither buckets of similar length nor
+masks: one call serves them all.
 """
 
 import torch

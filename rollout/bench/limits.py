@@ -38,7 +38,7 @@ class MeasuredRates:
     """On a shared machine rates come and go, within milliseconds, too."""
 
     best: MachineRates
-    """In the fastest single call: a limit that nothing exceeds."""
+    """In the fastest single call."""
     usual: MachineRates
     """In the median call of the fastest way: what there was to be had most of the time."""
 

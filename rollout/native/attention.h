@@ -1,6 +1,6 @@
-// Attention of decode rows (one query token each) straight from the key/value pages: a row's keys are
+// Attention of rows with one query token each straight from the key/value pages: a row's keys are
 // scored page by page, the scores go through one softmax in float32, then the values are summed. No
-// gather, no padding, no mask, and a row's result does not depend on the other rows.
+// gather, no padding, no mask, and a row's result depends on nothing but the keys that it sees.
 //
 // Letters: R rows, K key/value heads, G query heads of each, H head dim, P pages, S slots of a page,
 // W width of the page table.
@@ -23,8 +23,8 @@ struct AttentionCall {
     int64_t query_stride, head_stride, page_size;
     int64_t rows, width, kv_heads, group;
     float scaling, softcap;  // softcap 0: none
-    // the rows' own keys and values [R, K, H], to be stored at slots [R] before any row reads; null where they
-    // are there already
+    // the rows' own keys and values [R, K, H], to be stored at slots [R] before any row reads; null where
+    // they are there already
     const void *key, *value;
     const int64_t* slots;
     int64_t key_stride, value_stride;

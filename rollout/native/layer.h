@@ -84,7 +84,8 @@ static double start_layer(const LayerStart& call, T* normed, const PanelMatrix* 
         T* out = (T*)call.out + top * outer;
         add_rms_norm(normed, normed_stride, (T*)nullptr, (const T*)call.hidden + top * D, (const T*)nullptr,
                      (const T*)call.norm, count, D, call.eps);
-        product(out, normed, normed_stride, *call.qkv, count, next);
+        const bool is_last = top + count == call.tokens;
+        product(out, normed, normed_stride, *call.qkv, count, is_last ? next : call.qkv);
         rotate(out, outer, out, outer, (const T*)call.cos + angle, (const T*)call.sin + angle,
                (const T*)call.query_norm, (const T*)call.key_norm, call.head_eps, count,
                call.queries + call.keys, call.queries, call.head_dim);
@@ -110,7 +111,8 @@ static double end_layer(const LayerEnd& call, T* scratch, const PanelMatrix* nex
                      count, D, call.eps);
         product(gate_up, normed, normed_stride, *call.gate_up, count, call.down);
         silu_mul(gated, gated_stride, gate_up, count, M);
-        product(delta, gated, gated_stride, *call.down, count, next);
+        const bool is_last = top + count == call.tokens;
+        product(delta, gated, gated_stride, *call.down, count, is_last ? next : call.attention_out);
         add(out, delta, count * D);
     }
     return product.seconds;
@@ -139,7 +141,8 @@ static DecodeLayer placed(DecodeLayer layer, const DecodeStep& step) {
 template <class T>
 static void decode_layers(const DecodeLayer* layers, int64_t count, const DecodeStep& step, double* seconds) {
     int64_t most = 0;
-    for (int64_t i = 0; i < count; i++) most = std::max(most, scratch_size<T>(placed<T>(layers[i], step).end));
+    for (int64_t i = 0; i < count; i++)
+        most = std::max(most, scratch_size<T>(placed<T>(layers[i], step).end));
     const Scratch<T> scratch(most);
     for (int64_t i = 0; i < count; i++) {
         const DecodeLayer layer = placed<T>(layers[i], step);

@@ -19,7 +19,8 @@ static const bool HAS_TILES = ask_for_tiles();
 struct TileSums {
     static constexpr int MOST_ROWS = 16;       // of a block
     static constexpr int BLOCKS = 2;           // at once: 2 x 2 tiles of sums, 2 of inputs, 2 of weights
-    static constexpr int SHARED_UNITS = 288;   // 36 KB of weights in the L1 cache, past which the inputs go
+    // 36 KB of weights stay in the L1 cache of 48 KB: inputs are loaded past it, few sums are put aside
+    static constexpr int SHARED_UNITS = 288;
     static constexpr int FETCHING_BLOCKS = 8;  // the first of a chunk fetch the next one among them
 
     // Tells this thread's tiles their sizes, and gives them up at the end.
