@@ -17,8 +17,8 @@
 
 constexpr int64_t GROUP_ROWS = 192;  // worked on before the next ones: their inputs stay in the L2 cache
 constexpr int CHUNK_UNITS = 1024;    // of a panel at once: 128 KB, so that this and the next are in L2
-// Where blocks of rows take a panel's units in turn, they take Sums::SHARED_UNITS at once, which stay in L1.
-// More rows than so many, so far apart, push each other out of an L1 cache of 8 ways of 4 KB: they are copied.
+// Where blocks of rows take a panel's units in turn, they take Sums::SHARED_UNITS at once: these stay in L1.
+// More rows than so many, so far apart, push each other out of an L1 cache of 8 ways of 4 KB, so are copied.
 constexpr int MOST_CLASHING_ROWS = 6, CLASHING_UNITS = 512;
 
 // Sums [rows, PANEL] plus a bias [PANEL] or null to out, `width` of each.
