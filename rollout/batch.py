@@ -161,9 +161,7 @@ def build_batch(
     Without ``masks`` all decode rows and the tokens of prompts up to ``max_lone_keys`` make one bucket and
     tell which keys they see by ``seen``. With ``run_rules`` there are runs for a paged kernel and no buckets.
     """
-    if masks or run_rules is not None or _lone_table_size(plan.rows) > MAX_LONE_TABLE:
-        max_lone_keys = 0
-    runs = _split_by_kind(plan.rows, max_lone_keys)
+    runs = _split_by_kind(plan.rows, 0 if masks or run_rules is not None else max_lone_keys)
     packed = PackedRows.of([row for _, run in runs for row in run])
     ids = [t for row in packed.rows for t in row.sequence.ids[row.start : row.start + row.length]]
     last_token = {id(row): end - 1 for row, end in zip(packed.rows, packed.ends, strict=True)}
@@ -203,13 +201,15 @@ def _split_by_kind(
     rows: SequenceABC[PlannedRow], max_lone_keys: int
 ) -> list[tuple[BucketKind, list[PlannedRow]]]:
     """Rows by kind, each kind sorted by size with the largest first; prompts among decode rows come last."""
+    if all(row.length == 1 for row in rows):  # most steps
+        return [(BucketKind.DECODE, sorted(rows, key=lambda r: -r.start))]
+    if _lone_table_size(rows) > MAX_LONE_TABLE:
+        max_lone_keys = 0
 
     def attends_alone(row: PlannedRow) -> bool:
         return row.length == 1 or row.start + row.length <= max_lone_keys
 
     decode = sorted(filter(attends_alone, rows), key=lambda r: (r.length > 1, -r.start))
-    if len(decode) == len(rows):
-        return [(BucketKind.DECODE, decode)]
     together = [row for row in rows if not attends_alone(row)]
     fresh = sorted((r for r in together if r.start == 0), key=lambda r: -r.length)
     continued = sorted((r for r in together if r.start > 0), key=lambda r: -r.length)
