@@ -190,6 +190,22 @@ def test_the_trial_changes_nothing_of_the_model() -> None:
         assert torch.equal(parameter, before[name][0]) and parameter._version == before[name][1]
 
 
+@pytest.mark.parametrize(("inner", "fills_panels"), [(80, False), (96, True), (48, False)])
+def test_gates_that_do_not_fill_panels(inner: int, fills_panels: bool) -> None:
+    """A layer's halves are one call each only where its gates end with a panel of 32."""
+    kernels = load_kernels()
+    if kernels.products is None:
+        pytest.skip("this CPU has no bf16 dot products: oneDNN multiplies")
+    view = make_prepared(TINY_MODELS["llama_wide"](intermediate_size=inner))
+    ids = torch.arange(12)[None] * 7 % VOCAB_SIZE
+    expected = logits_of(view, ids)
+    with engine_mode():
+        assert fuse_layers(view, kernels, CPU, 256) == 2
+    layers = [each for each in view.modules() if isinstance(each, FusedLayer)]
+    assert [each.weights(torch.float32) is not None for each in layers] == [fills_panels] * 2
+    assert (logits_of(view, ids) - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("target", ["q_proj", "down_proj"])
 def test_adapters_around_linears_of_fused_layers(target: str) -> None:
     """Added, trained, switched off and on: always what the trainer's own forward gives."""

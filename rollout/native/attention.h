@@ -14,13 +14,13 @@
 #include "vectors.h"
 
 struct AttentionCall {
-    void* out;              // [R, K * G, H]
+    void* out;              // [R, K * G, H], rows `out_stride` elements apart
     const void* query;      // [R, K * G, H], rows `query_stride` elements apart
     void *keys, *values;    // [K, P, S, H]
     const int64_t* pages;   // [R, W]
     const int64_t* seen;    // [R, 2]: the first key seen and the end, counted from the table's start
     const float* sinks;     // [K * G], a logit per head that takes part in the softmax; may be null
-    int64_t query_stride, head_stride, page_size;
+    int64_t out_stride, query_stride, head_stride, page_size;
     int64_t rows, width, kv_heads, group;
     float scaling, softcap;  // softcap 0: none
     // the rows' own keys and values [R, K, H], to be stored at slots [R] before any row reads; null where
@@ -138,7 +138,7 @@ static void attend_heads(const AttentionCall& call, AttentionItem item, Attentio
     const T* keys = static_cast<const T*>(call.keys) + kv_head * call.head_stride;
     const T* values = static_cast<const T*>(call.values) + kv_head * call.head_stride;
     const T* query = static_cast<const T*>(call.query) + row * call.query_stride + head * H;
-    T* out = static_cast<T*>(call.out) + (row * call.kv_heads * call.group + head) * H;
+    T* out = static_cast<T*>(call.out) + row * call.out_stride + head * H;
     if (int64_t(scratch.size()) < room * Q) scratch.resize(room * Q);
     float* scores = scratch.data();
 

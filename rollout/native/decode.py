@@ -75,7 +75,6 @@ class DecodeCall:
         self._library = library
         self._dtype, self._num_groups = first.qkv.dtype, max(place.group for place in places) + 1
         self._size, self._dim = first.qkv.inner, first.head_dim
-        self._heads, self._qkv_size = first.num_queries, first.qkv.outer
         norms = [
             norm for each in weights for norm in (each.input_norm, each.mlp_norm, *(each.head_norms or ()))
         ]
@@ -113,16 +112,8 @@ class DecodeCall:
             each.pages, each.seen = group.pages.data_ptr(), group.seen.data_ptr()
             each.slots, each.width = group.slots.data_ptr(), group.pages.shape[1]
         out = hidden.clone()
-        qkv = torch.empty((rows, self._qkv_size), dtype=hidden.dtype)
-        attended = torch.empty((rows, self._heads * self._dim), dtype=hidden.dtype)
         step = DecodeStep(
-            hidden=out.data_ptr(),
-            qkv=qkv.data_ptr(),
-            attended=attended.data_ptr(),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            groups=arguments,
-            rows=rows,
+            hidden=out.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(), groups=arguments, rows=rows
         )
         seconds = (ctypes.c_double * 2)()
         kind = KINDS[hidden.dtype, hidden.dtype]

@@ -64,21 +64,21 @@ static void rotate(T* out, int64_t out_stride, const T* x, int64_t stride, const
     }
 }
 
-// silu(gate) * up of [T, 2 * D]: the gates first
+// silu(gate) * up
 template <class T>
-static void silu_mul(T* out, int64_t out_stride, const T* gate_up, int64_t tokens, int64_t size) {
-#pragma omp parallel for if (tokens * size > PARALLEL_FROM)
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t i = 0; i < size; i += LANES) {
-            const T* gate = gate_up + t * 2 * size + i;
-            const vf x = load(gate);
-            store(out + t * out_stride + i, rounded<T>(x / (exp(-x) + 1.0f)) * load(gate + size));
-        }
+static inline void silu_mul_row(T* out, const T* gate, const T* up, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        const vf x = load(gate + i);
+        store(out + i, rounded<T>(x / (exp(-x) + 1.0f)) * load(up + i));
+    }
 }
 
-// x += delta
+// silu(gate) * up of [T, 2 * D]: the gates first
 template <class T>
-static void add(T* x, const T* delta, int64_t count) {
-#pragma omp parallel for if (count > PARALLEL_FROM)
-    for (int64_t i = 0; i < count; i += LANES) store(x + i, load(x + i) + load(delta + i));
+static void silu_mul(T* out, const T* gate_up, int64_t tokens, int64_t size) {
+#pragma omp parallel for if (tokens * size > PARALLEL_FROM)
+    for (int64_t t = 0; t < tokens; t++) {
+        const T* gate = gate_up + t * 2 * size;
+        silu_mul_row(out + t * size, gate, gate + size, size);
+    }
 }

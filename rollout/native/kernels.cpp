@@ -46,8 +46,8 @@ void rollout_rotate(int kind, void* out, const void* x, int64_t stride, const vo
 }
 
 void rollout_silu_mul(int kind, void* out, const void* gate_up, int64_t tokens, int64_t size) {
-    if (kind == 0) silu_mul((float*)out, size, (const float*)gate_up, tokens, size);
-    else silu_mul((bf16*)out, size, (const bf16*)gate_up, tokens, size);
+    if (kind == 0) silu_mul((float*)out, (const float*)gate_up, tokens, size);
+    else silu_mul((bf16*)out, (const bf16*)gate_up, tokens, size);
 }
 
 void rollout_store(void* keys, void* values, int64_t head_stride, const void* key, int64_t key_stride,
@@ -86,8 +86,11 @@ void rollout_pack(void* panels, const void* weights, int64_t outer, int64_t unit
 }
 
 void rollout_multiply(int kind, void* out, const void* x, const PanelMatrix* matrix, int64_t rows) {
-    if (kind == 0) multiply((float*)out, (const float*)x, matrix->inner, *matrix, rows);
-    else multiply((bf16*)out, (const bf16*)x, matrix->inner, *matrix, rows);
+    auto run = [&](auto* typed) {
+        using T = std::remove_pointer_t<decltype(typed)>;
+        multiply({(T*)out, matrix->outer, Way::REPLACE}, (const T*)x, matrix->inner, *matrix, rows);
+    };
+    kind == 0 ? run((float*)0) : run((bf16*)0);
 }
 
 double rollout_start_layer(int kind, const LayerStart* call) {

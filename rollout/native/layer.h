@@ -20,11 +20,11 @@ struct LayerStart {
 };
 
 struct LayerEnd {
-    void* out;                   // [T, D], may be `hidden`
-    const void *hidden, *norm;   // [T, D] as the layer was given it, [D]
-    const void* attended;        // [T, N * H]
-    const PanelMatrix *attention_out, *gate_up, *down;
-    int64_t tokens;
+    void* hidden;                // [T, D] as the layer was given it, and as it gives it
+    const void* norm;            // [D]
+    const void* attended;        // [T, N * H], rows `attended_stride` elements apart
+    const PanelMatrix *attention_out, *gate_up, *down;  // gates and their factors are whole panels
+    int64_t tokens, attended_stride;
     float eps;
 };
 
@@ -43,21 +43,19 @@ struct DecodeRows {
 };
 
 struct DecodeStep {
-    void* hidden;               // [R, D], given and returned
-    void *qkv, *attended;       // [R, (N + 2 * K) * H] and [R, N * H] to work in
-    const void *cos, *sin;      // [R, H]
+    void* hidden;           // [R, D], given and returned
+    const void *cos, *sin;  // [R, H]
     const DecodeRows* groups;
     int64_t rows;
 };
 
-// Adds up the time spent in products.
+// Adds up the time spent in products, with what they do to their results.
 template <class T>
 struct TimedProducts {
     double seconds = 0;
 
-    // `next`: what is multiplied with after this, if that is known
-    void operator()(T* out, const T* x, int64_t x_stride, const PanelMatrix& matrix, int64_t rows,
-                    const PanelMatrix* next) {
+    void operator()(const Output<T>& out, const T* x, int64_t x_stride, const PanelMatrix& matrix, int64_t rows,
+                    NextProduct next) {
         const double started = omp_get_wtime();
         multiply(out, x, x_stride, matrix, rows, next);
         seconds += omp_get_wtime() - started;
@@ -67,8 +65,8 @@ struct TimedProducts {
 // Numbers that each half of a layer needs to work in; the end needs more of them than the start.
 template <class T>
 static int64_t scratch_size(const LayerEnd& call) {
-    const int64_t D = call.down->outer, M = call.down->inner;
-    return std::min(GROUP_ROWS, call.tokens) * (spread_stride<T>(D) + spread_stride<T>(M) + D + 2 * M);
+    return std::min(GROUP_ROWS, call.tokens) *
+           (spread_stride<T>(call.down->outer) + spread_stride<T>(call.down->inner));
 }
 template <class T>
 static int64_t scratch_size(const LayerStart& call) {
@@ -85,7 +83,8 @@ static double start_layer(const LayerStart& call, T* normed, const PanelMatrix* 
         add_rms_norm(normed, normed_stride, (T*)nullptr, (const T*)call.hidden + top * D, (const T*)nullptr,
                      (const T*)call.norm, count, D, call.eps);
         const bool is_last = top + count == call.tokens;
-        product(out, normed, normed_stride, *call.qkv, count, is_last ? next : call.qkv);
+        product({out, outer, Way::REPLACE}, normed, normed_stride, *call.qkv, count,
+                {is_last ? next : call.qkv});
         rotate(out, outer, out, outer, (const T*)call.cos + angle, (const T*)call.sin + angle,
                (const T*)call.query_norm, (const T*)call.key_norm, call.head_eps, count,
                call.queries + call.keys, call.queries, call.head_dim);
@@ -95,44 +94,40 @@ static double start_layer(const LayerStart& call, T* normed, const PanelMatrix* 
 
 template <class T>
 static double end_layer(const LayerEnd& call, T* scratch, const PanelMatrix* next = nullptr) {
-    const int64_t D = call.down->outer, M = call.down->inner, attended_size = call.attention_out->inner;
-    const int64_t most = std::min(GROUP_ROWS, call.tokens);
-    const int64_t normed_stride = spread_stride<T>(D), gated_stride = spread_stride<T>(M);
-    // first those that have to begin at a cache line
-    T *normed = scratch, *gated = normed + most * normed_stride, *gate_up = gated + most * gated_stride;
-    T* delta = gate_up + most * 2 * M;
+    const int64_t D = call.down->outer;
+    const int64_t normed_stride = spread_stride<T>(D), gated_stride = spread_stride<T>(call.down->inner);
+    T *normed = scratch, *gated = normed + std::min(GROUP_ROWS, call.tokens) * normed_stride;
     TimedProducts<T> product;
     for (int64_t top = 0; top < call.tokens; top += GROUP_ROWS) {
         const int64_t count = std::min(GROUP_ROWS, call.tokens - top);
-        T* out = (T*)call.out + top * D;
-        product(delta, (const T*)call.attended + top * attended_size, attended_size, *call.attention_out,
-                count, call.gate_up);
-        add_rms_norm(normed, normed_stride, out, (const T*)call.hidden + top * D, delta, (const T*)call.norm,
-                     count, D, call.eps);
-        product(gate_up, normed, normed_stride, *call.gate_up, count, call.down);
-        silu_mul(gated, gated_stride, gate_up, count, M);
+        T* hidden = (T*)call.hidden + top * D;
+        product({hidden, D, Way::ADD}, (const T*)call.attended + top * call.attended_stride,
+                call.attended_stride, *call.attention_out, count, {call.gate_up, Way::GATE});
+        add_rms_norm(normed, normed_stride, (T*)nullptr, hidden, (const T*)nullptr, (const T*)call.norm, count,
+                     D, call.eps);
+        product({gated, gated_stride, Way::GATE}, normed, normed_stride, *call.gate_up, count, {call.down});
         const bool is_last = top + count == call.tokens;
-        product(delta, gated, gated_stride, *call.down, count, is_last ? next : call.attention_out);
-        add(out, delta, count * D);
+        product({hidden, D, Way::ADD}, gated, gated_stride, *call.down, count,
+                {is_last ? next : call.attention_out});
     }
     return product.seconds;
 }
 
 template <class T>
-static DecodeLayer placed(DecodeLayer layer, const DecodeStep& step) {
+static DecodeLayer placed(DecodeLayer layer, const DecodeStep& step, T* qkv, T* attended) {
     const DecodeRows& rows = step.groups[layer.group];
     LayerStart& start = layer.start;
     AttentionCall& attention = layer.attention;
     const int64_t stride = start.qkv->outer;
-    T* qkv = static_cast<T*>(step.qkv);
     start.out = qkv, start.hidden = step.hidden, start.cos = step.cos, start.sin = step.sin;
-    attention.out = step.attended, attention.query = qkv;
+    attention.out = attended, attention.query = qkv;
     attention.key = qkv + start.queries * start.head_dim;
     attention.value = qkv + (start.queries + start.keys) * start.head_dim;
     attention.query_stride = attention.key_stride = attention.value_stride = stride;
     attention.pages = rows.pages, attention.seen = rows.seen, attention.slots = rows.slots;
     attention.width = rows.width;
-    layer.end.out = step.hidden, layer.end.hidden = step.hidden, layer.end.attended = step.attended;
+    layer.end.hidden = step.hidden, layer.end.attended = attended;
+    attention.out_stride = layer.end.attended_stride = spread_stride<T>(layer.end.attention_out->inner);
     start.tokens = attention.rows = layer.end.tokens = step.rows;
     return layer;
 }
@@ -142,10 +137,11 @@ template <class T>
 static void decode_layers(const DecodeLayer* layers, int64_t count, const DecodeStep& step, double* seconds) {
     int64_t most = 0;
     for (int64_t i = 0; i < count; i++)
-        most = std::max(most, scratch_size<T>(placed<T>(layers[i], step).end));
-    const Scratch<T> scratch(most);
+        most = std::max(most, scratch_size<T>(placed<T>(layers[i], step, nullptr, nullptr).end));
+    const Scratch<T> scratch(most), qkv(step.rows * layers[0].start.qkv->outer);
+    const Scratch<T> attended(step.rows * spread_stride<T>(layers[0].end.attention_out->inner));
     for (int64_t i = 0; i < count; i++) {
-        const DecodeLayer layer = placed<T>(layers[i], step);
+        const DecodeLayer layer = placed(layers[i], step, qkv.data, attended.data);
         seconds[0] += start_layer<T>(layer.start, scratch.data, layer.end.attention_out);
         const double started = omp_get_wtime();
         attend_rows<T>(layer.attention, layer.start.head_dim);

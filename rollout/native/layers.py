@@ -54,9 +54,8 @@ class LayerWeights:
         assert self.qkv.outer == (self.num_queries + 2 * self.num_keys) * dim and dim % (2 * LANES) == 0
         assert self.attention_out.inner == self.num_queries * dim
         assert size == self.attention_out.outer == self.gate_up.inner == self.down.outer
-        assert (
-            self.gate_up.outer == 2 * self.down.inner and size % LANES == 0 and self.down.inner % LANES == 0
-        )
+        assert self.gate_up.outer == 2 * self.down.inner and self.gate_up.has_whole_halves
+        assert size % LANES == 0
         assert len({each.dtype for each in (self.qkv, self.attention_out, self.gate_up, self.down)}) == 1
 
 
@@ -107,10 +106,10 @@ class LayerKernels:
         attended = attended.contiguous()
         assert hidden.is_contiguous() and attended.shape == (hidden.shape[0], weights.attention_out.inner)
         assert hidden.dtype == attended.dtype == weights.qkv.dtype and hidden.shape[1] == weights.qkv.inner
-        out = torch.empty_like(hidden)
+        out = hidden.clone()
         call = end_of(weights)
-        call.out, call.hidden, call.tokens = out.data_ptr(), hidden.data_ptr(), hidden.shape[0]
-        call.attended = attended.data_ptr()
+        call.hidden, call.tokens = out.data_ptr(), hidden.shape[0]
+        call.attended, call.attended_stride = attended.data_ptr(), attended.stride(0)
         seconds = self._library["end_layer"](KINDS[hidden.dtype, hidden.dtype], ctypes.byref(call))
         self._library.move_seconds(seconds, "end_layer", "multiply")
         return out

@@ -27,7 +27,7 @@ class AttentionArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("out", "query", "keys", "values", "pages", "seen", "sinks")),
-        *((name, ctypes.c_int64) for name in ("query_stride", "head_stride", "page_size")),
+        *((name, ctypes.c_int64) for name in ("out_stride", "query_stride", "head_stride", "page_size")),
         *((name, ctypes.c_int64) for name in ("rows", "width", "kv_heads", "group")),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -62,6 +62,7 @@ def attention_arguments(
         pages.data_ptr(),
         seen.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
+        out.stride(0),
         query.stride(0),
         keys.stride(0),
         keys.shape[2],
@@ -103,9 +104,9 @@ class LayerEnd(ctypes.Structure):
     """A layer from its attention on, ``LayerEnd`` of ``layer.h``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("out", "hidden", "norm", "attended")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "norm", "attended")),
         *((name, ctypes.POINTER(PanelMatrix)) for name in ("attention_out", "gate_up", "down")),
-        ("tokens", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("tokens", "attended_stride")),
         ("eps", ctypes.c_float),
     )
 
@@ -134,7 +135,7 @@ class DecodeStep(ctypes.Structure):
     """What changes from step to step, ``DecodeStep`` of ``layer.h``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("hidden", "qkv", "attended", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "cos", "sin")),
         ("groups", ctypes.POINTER(DecodeRowsArguments)),
         ("rows", ctypes.c_int64),
     )

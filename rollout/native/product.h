@@ -21,24 +21,49 @@ constexpr int CHUNK_UNITS = 1024;    // of a panel at once: 128 KB, so that this
 // More rows than so many, so far apart, push each other out of an L1 cache of 8 ways of 4 KB, so are copied.
 constexpr int MOST_CLASHING_ROWS = 6, CLASHING_UNITS = 512;
 
+enum class Way {
+    REPLACE,  // out = product
+    ADD,      // out += product, rounded before it is added
+    GATE,     // out = silu(first half of the product) * second half, each rounded before
+};
+
+// The matrix of the following product, and its way; null where that is not known.
+struct NextProduct {
+    const PanelMatrix* matrix = nullptr;
+    Way way = Way::REPLACE;
+};
+
+// Where the rows of a product go, `stride` numbers apart.
+template <class T>
+struct Output {
+    T* rows;
+    int64_t stride;
+    Way way;
+
+    T* at(int64_t row, int64_t column) const { return rows + row * stride + column; }
+    Output from(int64_t row) const { return {at(row, 0), stride, way}; }
+};
+
 // Sums [rows, PANEL] plus a bias [PANEL] or null to out, `width` of each.
 template <class T>
-static inline void write_sums(T* out, int64_t out_stride, const float* sums, int64_t rows, const T* bias,
-                              int64_t width) {
+static inline void write_sums(T* out, int64_t out_stride, bool adds, const float* sums, int64_t rows,
+                              const T* bias, int64_t width) {
     const vf low = bias ? load(bias) : vf{}, high = bias ? load(bias + LANES) : vf{};
     for (int64_t r = 0; r < rows; r++, sums += PANEL, out += out_stride) {
         T last[PANEL], *to = width == PANEL ? out : last;
-        store(to, load(sums) + low);
-        store(to + LANES, load(sums + LANES) + high);
+        if (adds && to == last) std::memcpy(last, out, width * sizeof(T));
+        const vf left = load(sums) + low, right = load(sums + LANES) + high;
+        store(to, adds ? load(to) + rounded<T>(left) : left);
+        store(to + LANES, adds ? load(to + LANES) + rounded<T>(right) : right);
         if (to == last) std::memcpy(out, last, width * sizeof(T));
     }
 }
 
-// out [rows of the blocks from `first` to `end`, columns of one panel]. While one chunk of the panel is
-// multiplied, the following one is fetched, at last what `next` begins with.
+// Columns of one panel, rows of the blocks from `first` to `end`. While one chunk of the panel is multiplied,
+// the following one is fetched, at last what `next` begins with.
 template <class T, class Sums>
-static void multiply_panel(T* out, const RowBlocks& in, int64_t first, int64_t end, const PanelMatrix& matrix,
-                           int64_t panel, const unit* next) {
+static void multiply_panel(T* out, int64_t out_stride, bool adds, const RowBlocks& in, int64_t first,
+                           int64_t end, const PanelMatrix& matrix, int64_t panel, const unit* next) {
     alignas(64) float sums[GROUP_ROWS * PANEL];  // [end - first, height, PANEL]
     const int64_t column = panel * PANEL, width = std::min<int64_t>(PANEL, matrix.outer - column);
     const unit* weights = matrix.panel<T>(panel);
@@ -62,11 +87,29 @@ static void multiply_panel(T* out, const RowBlocks& in, int64_t first, int64_t e
                       Ahead{reinterpret_cast<const char*>(ahead) + part * share / count * units, share});
             for (int64_t b = block; is_done && b < block + count; b++) {
                 const int64_t row = b * in.height, of_b = (b - block) * in.height + row - in.begin(b);
-                write_sums(out + row * matrix.outer + column, matrix.outer, of_block + of_b * PANEL,
+                write_sums(out + row * out_stride, out_stride, adds, of_block + of_b * PANEL,
                            std::min(in.height, in.rows - row), bias, width);
             }
         }
     }
+}
+
+// A panel of gates, the one of the same columns' factors, and what they make: never in memory as a whole.
+template <class T, class Sums>
+static void multiply_gated_panel(const Output<T>& out, const RowBlocks& in, int64_t first, int64_t end,
+                                 const PanelMatrix& matrix, int64_t panel, const unit* next) {
+    alignas(64) T gates[GROUP_ROWS * PANEL], factors[GROUP_ROWS * PANEL];
+    const int64_t of_factors = panel + matrix.num_panels() / 2;
+    multiply_panel<T, Sums>(gates, PANEL, false, in, first, end, matrix, panel, matrix.panel<T>(of_factors));
+    multiply_panel<T, Sums>(factors, PANEL, false, in, first, end, matrix, of_factors, next);
+    const int64_t last = std::min(end * in.height, in.rows);
+    for (int64_t r = first * in.height; r < last; r++)
+        silu_mul_row(out.at(r, panel * PANEL), gates + r * PANEL, factors + r * PANEL, PANEL);
+}
+
+// Panels that a product takes one after the other: those of gates bring their factors along.
+static inline int64_t panels_in_turn(const PanelMatrix& matrix, Way way) {
+    return way == Way::GATE ? matrix.num_panels() / 2 : matrix.num_panels();
 }
 
 // Of `count` panels one after the other, those of one thread.
@@ -79,10 +122,10 @@ struct PanelRange {
 };
 
 template <class T, class Sums>
-static void multiply_with(T* out, const T* x, int64_t x_stride, const PanelMatrix& matrix, int64_t rows,
-                          const PanelMatrix* next) {
+static void multiply_with(const Output<T>& out, const T* x, int64_t x_stride, const PanelMatrix& matrix,
+                          int64_t rows, NextProduct next) {
     const int64_t row_units = matrix.row_units<T>(), units = whole_steps(row_units);
-    const int64_t panels = matrix.num_panels();
+    const int64_t panels = panels_in_turn(matrix, out.way);
     const int64_t given_stride = x_stride * sizeof(T) / sizeof(unit);
     const bool is_copied =
         units != row_units || (rows > MOST_CLASHING_ROWS && given_stride % CLASHING_UNITS == 0);
@@ -108,19 +151,24 @@ static void multiply_with(T* out, const T* x, int64_t x_stride, const PanelMatri
         for (int64_t i = own.begin; i < own.end; i++) {
             const int64_t part = i / panels, panel = i % panels;
             const unit* ahead = matrix.panel<T>(panel + 1);
-            if (i + 1 == own.end && next) ahead = next->panel<T>(PanelRange(next->num_panels()).begin);
-            multiply_panel<T, Sums>(out + top * matrix.outer, in, in.count * part / parts,
-                                    in.count * (part + 1) / parts, matrix, panel, ahead);
+            if (i + 1 == own.end && next.matrix)
+                ahead = next.matrix->panel<T>(PanelRange(panels_in_turn(*next.matrix, next.way)).begin);
+            const int64_t first = in.count * part / parts, end = in.count * (part + 1) / parts;
+            if (out.way == Way::GATE)
+                multiply_gated_panel<T, Sums>(out.from(top), in, first, end, matrix, panel, ahead);
+            else
+                multiply_panel<T, Sums>(out.at(top, panel * PANEL), out.stride, out.way == Way::ADD, in, first,
+                                        end, matrix, panel, ahead);
         }
 #pragma omp barrier
     }
 }
 
-// out [rows, O] = x [rows, I] . weights^T + bias, the rows of x `x_stride` numbers apart. The first panels of
-// `next`, which comes after this matrix, are fetched at the end.
+// x [rows, I] . weights^T + bias to out, the rows of x `x_stride` numbers apart. The first panels of `next`,
+// which comes after this matrix, are fetched at the end. Halves that gate each other are whole panels.
 template <class T>
-static void multiply(T* out, const T* x, int64_t x_stride, const PanelMatrix& matrix, int64_t rows,
-                     const PanelMatrix* next = nullptr) {
+static void multiply(const Output<T>& out, const T* x, int64_t x_stride, const PanelMatrix& matrix, int64_t rows,
+                     NextProduct next = {}) {
     if constexpr (std::is_same_v<T, bf16>)
         if (HAS_TILES) return multiply_with<T, TileSums>(out, x, x_stride, matrix, rows, next);
     multiply_with<T, RegisterSums<T>>(out, x, x_stride, matrix, rows, next);

@@ -55,6 +55,11 @@ class Panels:
         """Of the copy: the weights, filled up to whole panels."""
         return self._panels.numel() * UNIT_BYTES
 
+    @property
+    def has_whole_halves(self) -> bool:
+        """Whether the two halves of the outer size are panels of their own, as a layer's gates must be."""
+        return self.outer % (2 * self._library.panel_rows) == 0
+
     def multiply(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias`` of ``[..., I]``: ``[..., O]`` in the weights' dtype, as ``x`` must be."""
         assert x.shape[-1] == self.inner and x.dtype == self.dtype and x.device.type == "cpu"
