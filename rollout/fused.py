@@ -6,8 +6,8 @@ its place only if queries, keys, values and the result agree, at both ends of th
 layer stays as it is.
 
 Where the kernels make all of the layer's products, what comes before its attention is one call and what
-comes after it another. Else (an adapter around a linear, nothing packed, autocast, another CPU) the linears
-are called as modules, and the kernels do what is between them.
+comes after it another. Else (an adapter around a linear, nothing packed, autocast, an inner size that is no
+multiple of 32, another CPU) the linears are called as modules, and the kernels do what is between them.
 """
 
 import copy

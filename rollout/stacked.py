@@ -77,7 +77,7 @@ class LayerStack(nn.Module):
 
 
 def panel_weights(layers: Sequence[FusedLayer]) -> list[LayerWeights] | None:
-    """The layers' weights, if all of their products are the compiled kernels' own."""
+    """The layers' weights, if each has them for compiled halves."""
     weights = []
     for layer in layers:
         of_layer = layer.weights(layer.dtype)

@@ -6,14 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernel_builds import kernels_without
 from rollout.native import HEAD_DIMS, Kernels, load_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return load_kernels()
+@pytest.fixture(scope="module", params=["best", "without AVX-512"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Those of this CPU, and those of one whose vectors the compiler makes of smaller ones."""
+    return load_kernels() if request.param == "best" else kernels_without("avx512f")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

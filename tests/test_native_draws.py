@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernel_builds import kernels_without
 from rollout import sampling
 from rollout.native import DrawKernels, load_kernels
 from rollout.noise import uniforms
@@ -17,9 +18,10 @@ from test_native import DTYPES, randn
 from test_sampling import make_row
 
 
-@pytest.fixture(scope="module")
-def kernels() -> DrawKernels:
-    return load_kernels().draws
+@pytest.fixture(scope="module", params=["best", "without AVX-512"])
+def kernels(request: pytest.FixtureRequest) -> DrawKernels:
+    """Those of this CPU, and those of one whose vectors the compiler makes of smaller ones."""
+    return (load_kernels() if request.param == "best" else kernels_without("avx512f")).draws
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 256, 1000])

@@ -1,6 +1,5 @@
 """Products with weights in panels against products in float64, and decoder layers around them."""
 
-import shlex
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.native import DecodeRows, Kernels, LayerPlace, LayerWeights, Products, build, load_kernels
+from kernel_builds import kernels_without
+from rollout.native import DecodeRows, Kernels, LayerPlace, LayerWeights, Products, load_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -22,9 +22,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     else:
         if not torch.cpu.get_capabilities().get("amx_bf16", False):
             pytest.skip("this CPU has no AMX: its kernels are those without tiles already")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CXX", shlex.join([*build.find_compiler(), "-mno-amx-bf16"]))
-            made = Kernels(build.load_library())
+        made = kernels_without("amx-bf16")
     if made.products is None:
         pytest.skip("this CPU has no bf16 dot products: oneDNN multiplies")
     return made
@@ -191,8 +189,9 @@ def layer_weights(
     )
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 400])
-@pytest.mark.parametrize("sizes", [(64, 96), (48, 32)])  # 48: half a panel, in bf16 half a step of tiles
+@pytest.mark.parametrize("tokens", [1, 9, 209, 400])  # 209: 192 and 17, whose blocks overlap
+# 48: half a panel, in bf16 half a step of tiles; 656, 640: sums are put aside and taken up again
+@pytest.mark.parametrize("sizes", [(64, 96), (48, 32), (656, 640)])
 @pytest.mark.parametrize("has_head_norms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_halves_of_a_layer_are_its_parts(
@@ -207,6 +206,7 @@ def test_the_halves_of_a_layer_are_its_parts(
     weights = layer_weights(products, dtype, has_head_norms, *sizes)
     weights.check()
     hidden, attended = randn(tokens, sizes[0], dtype=dtype), randn(tokens, 96, dtype=dtype, seed=1)
+    given = hidden.clone()
     cos, sin = randn(1, tokens, 32, dtype=dtype, seed=2), randn(1, tokens, 32, dtype=dtype, seed=3)
     joint = weights.qkv.multiply(kernels.rms_norm(hidden, weights.input_norm, weights.input_eps))
     rotated = kernels.rotate(joint, 3, 1, cos, sin, weights.head_norms, weights.head_eps)
@@ -218,23 +218,29 @@ def test_the_halves_of_a_layer_are_its_parts(
     gated = kernels.silu_mul(weights.gate_up.multiply(normed))
     expected = total + weights.down.multiply(gated)
     assert torch.equal(kernels.layers.end(hidden, attended, weights), expected)
+    assert torch.equal(hidden, given)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [5, 209])
 def test_layers_of_a_decode_step_are_their_parts(
-    kernels: Kernels, products: Products, dtype: torch.dtype, has_sinks: bool, softcap: float | None
+    kernels: Kernels,
+    products: Products,
+    rows: int,
+    dtype: torch.dtype,
+    has_sinks: bool,
+    softcap: float | None,
 ) -> None:
     """Two layers, the second on tables of its own as with a sliding window."""
-    rows = 5
     assert kernels.layers is not None
     weights = [layer_weights(products, dtype, has_head_norms) for has_head_norms in (False, True)]
     cos, sin = randn(1, rows, 32, dtype=dtype, seed=2), randn(1, rows, 32, dtype=dtype, seed=3)
     places = [
         LayerPlace(
-            keys=randn(1, 12, 4, 32, dtype=dtype, seed=10 + i),
-            values=randn(1, 12, 4, 32, dtype=dtype, seed=20 + i),
+            keys=randn(1, 2 * rows + 2, 4, 32, dtype=dtype, seed=10 + i),
+            values=randn(1, 2 * rows + 2, 4, 32, dtype=dtype, seed=20 + i),
             group=i,
             scaling=0.2,
             softcap=softcap,
@@ -242,11 +248,12 @@ def test_layers_of_a_decode_step_are_their_parts(
         )
         for i in range(2)
     ]
+    ends = torch.tensor([6, 3, 8, 2, 5]).repeat(rows)[:rows]
     groups = [
         DecodeRows(
-            pages=torch.arange(10).view(rows, 2) + i,
-            seen=torch.tensor([[i, 6], [0, 3], [0, 8], [i, 2], [0, 5]]),
-            slots=torch.tensor([5, 10, 23, 25, 36]) + 4 * i,
+            pages=torch.arange(2 * rows).view(rows, 2) + i,
+            seen=torch.stack([torch.arange(rows) % 2 * i, ends], dim=1),
+            slots=torch.arange(rows) * 8 + ends - 1 + 4 * i,
         )
         for i in range(2)
     ]

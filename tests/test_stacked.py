@@ -171,6 +171,11 @@ def test_autocast_is_not_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
         assert generate_with_and_without(TINY_MODELS["llama_wide"](), monkeypatch) == (False, True)
 
 
+def test_gates_that_do_not_fill_panels_are_not_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TINY_MODELS["llama_wide"](intermediate_size=80)
+    assert generate_with_and_without(model, monkeypatch) == (False, True)
+
+
 def test_an_adapter_is_not_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     adapted = peft.get_peft_model(
         TINY_MODELS["llama_wide"](), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)

@@ -90,7 +90,8 @@ void rollout_multiply(int kind, void* out, const void* x, const PanelMatrix* mat
         using T = std::remove_pointer_t<decltype(typed)>;
         multiply({(T*)out, matrix->outer, Way::REPLACE}, (const T*)x, matrix->inner, *matrix, rows);
     };
-    kind == 0 ? run((float*)0) : run((bf16*)0);
+    if (kind == 0) run((float*)0);
+    else run((bf16*)0);
 }
 
 double rollout_start_layer(int kind, const LayerStart* call) {

@@ -54,8 +54,8 @@ template <class T>
 struct TimedProducts {
     double seconds = 0;
 
-    void operator()(const Output<T>& out, const T* x, int64_t x_stride, const PanelMatrix& matrix, int64_t rows,
-                    NextProduct next) {
+    void operator()(const Output<T>& out, const T* x, int64_t x_stride, const PanelMatrix& matrix,
+                    int64_t rows, NextProduct next) {
         const double started = omp_get_wtime();
         multiply(out, x, x_stride, matrix, rows, next);
         seconds += omp_get_wtime() - started;
@@ -103,8 +103,8 @@ static double end_layer(const LayerEnd& call, T* scratch, const PanelMatrix* nex
         T* hidden = (T*)call.hidden + top * D;
         product({hidden, D, Way::ADD}, (const T*)call.attended + top * call.attended_stride,
                 call.attended_stride, *call.attention_out, count, {call.gate_up, Way::GATE});
-        add_rms_norm(normed, normed_stride, (T*)nullptr, hidden, (const T*)nullptr, (const T*)call.norm, count,
-                     D, call.eps);
+        add_rms_norm(normed, normed_stride, (T*)nullptr, hidden, (const T*)nullptr, (const T*)call.norm,
+                     count, D, call.eps);
         product({gated, gated_stride, Way::GATE}, normed, normed_stride, *call.gate_up, count, {call.down});
         const bool is_last = top + count == call.tokens;
         product({hidden, D, Way::ADD}, gated, gated_stride, *call.down, count,
@@ -136,8 +136,11 @@ static DecodeLayer placed(DecodeLayer layer, const DecodeStep& step, T* qkv, T* 
 template <class T>
 static void decode_layers(const DecodeLayer* layers, int64_t count, const DecodeStep& step, double* seconds) {
     int64_t most = 0;
-    for (int64_t i = 0; i < count; i++)
-        most = std::max(most, scratch_size<T>(placed<T>(layers[i], step, nullptr, nullptr).end));
+    for (int64_t i = 0; i < count; i++) {
+        LayerEnd end = layers[i].end;
+        end.tokens = step.rows;
+        most = std::max(most, scratch_size<T>(end));
+    }
     const Scratch<T> scratch(most), qkv(step.rows * layers[0].start.qkv->outer);
     const Scratch<T> attended(step.rows * spread_stride<T>(layers[0].end.attention_out->inner));
     for (int64_t i = 0; i < count; i++) {

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "elementwise.h"
 #include "panels.h"
 #include "registers.h"
 #include "tiles.h"
@@ -40,30 +41,30 @@ struct Output {
     int64_t stride;
     Way way;
 
-    T* at(int64_t row, int64_t column) const { return rows + row * stride + column; }
-    Output from(int64_t row) const { return {at(row, 0), stride, way}; }
+    Output from(int64_t row, int64_t column) const { return {rows + row * stride + column, stride, way}; }
 };
 
 // Sums [rows, PANEL] plus a bias [PANEL] or null to out, `width` of each.
 template <class T>
-static inline void write_sums(T* out, int64_t out_stride, bool adds, const float* sums, int64_t rows,
-                              const T* bias, int64_t width) {
+static inline void write_sums(Output<T> out, const float* sums, int64_t rows, const T* bias,
+                              int64_t width) {
+    const bool adds = out.way == Way::ADD;
     const vf low = bias ? load(bias) : vf{}, high = bias ? load(bias + LANES) : vf{};
-    for (int64_t r = 0; r < rows; r++, sums += PANEL, out += out_stride) {
-        T last[PANEL], *to = width == PANEL ? out : last;
-        if (adds && to == last) std::memcpy(last, out, width * sizeof(T));
+    for (int64_t r = 0; r < rows; r++, sums += PANEL, out.rows += out.stride) {
+        T last[PANEL], *to = width == PANEL ? out.rows : last;
+        if (adds && to == last) std::memcpy(last, out.rows, width * sizeof(T));
         const vf left = load(sums) + low, right = load(sums + LANES) + high;
         store(to, adds ? load(to) + rounded<T>(left) : left);
         store(to + LANES, adds ? load(to + LANES) + rounded<T>(right) : right);
-        if (to == last) std::memcpy(out, last, width * sizeof(T));
+        if (to == last) std::memcpy(out.rows, last, width * sizeof(T));
     }
 }
 
-// Columns of one panel, rows of the blocks from `first` to `end`. While one chunk of the panel is multiplied,
-// the following one is fetched, at last what `next` begins with.
+// Columns of one panel, with which `out` begins, and rows of the blocks from `first` to `end`. While one
+// chunk of the panel is multiplied, the following one is fetched, at last what `next` begins with.
 template <class T, class Sums>
-static void multiply_panel(T* out, int64_t out_stride, bool adds, const RowBlocks& in, int64_t first,
-                           int64_t end, const PanelMatrix& matrix, int64_t panel, const unit* next) {
+static void multiply_panel(const Output<T>& out, const RowBlocks& in, int64_t first, int64_t end,
+                           const PanelMatrix& matrix, int64_t panel, const unit* next) {
     alignas(64) float sums[GROUP_ROWS * PANEL];  // [end - first, height, PANEL]
     const int64_t column = panel * PANEL, width = std::min<int64_t>(PANEL, matrix.outer - column);
     const unit* weights = matrix.panel<T>(panel);
@@ -87,8 +88,8 @@ static void multiply_panel(T* out, int64_t out_stride, bool adds, const RowBlock
                       Ahead{reinterpret_cast<const char*>(ahead) + part * share / count * units, share});
             for (int64_t b = block; is_done && b < block + count; b++) {
                 const int64_t row = b * in.height, of_b = (b - block) * in.height + row - in.begin(b);
-                write_sums(out + row * out_stride, out_stride, adds, of_block + of_b * PANEL,
-                           std::min(in.height, in.rows - row), bias, width);
+                write_sums(out.from(row, 0), of_block + of_b * PANEL, std::min(in.height, in.rows - row),
+                           bias, width);
             }
         }
     }
@@ -100,11 +101,12 @@ static void multiply_gated_panel(const Output<T>& out, const RowBlocks& in, int6
                                  const PanelMatrix& matrix, int64_t panel, const unit* next) {
     alignas(64) T gates[GROUP_ROWS * PANEL], factors[GROUP_ROWS * PANEL];
     const int64_t of_factors = panel + matrix.num_panels() / 2;
-    multiply_panel<T, Sums>(gates, PANEL, false, in, first, end, matrix, panel, matrix.panel<T>(of_factors));
-    multiply_panel<T, Sums>(factors, PANEL, false, in, first, end, matrix, of_factors, next);
+    const Output<T> to_gates{gates, PANEL, Way::REPLACE}, to_factors{factors, PANEL, Way::REPLACE};
+    multiply_panel<T, Sums>(to_gates, in, first, end, matrix, panel, matrix.panel<T>(of_factors));
+    multiply_panel<T, Sums>(to_factors, in, first, end, matrix, of_factors, next);
     const int64_t last = std::min(end * in.height, in.rows);
     for (int64_t r = first * in.height; r < last; r++)
-        silu_mul_row(out.at(r, panel * PANEL), gates + r * PANEL, factors + r * PANEL, PANEL);
+        silu_mul_row(out.from(r, 0).rows, gates + r * PANEL, factors + r * PANEL, PANEL);
 }
 
 // Panels that a product takes one after the other: those of gates bring their factors along.
@@ -154,11 +156,9 @@ static void multiply_with(const Output<T>& out, const T* x, int64_t x_stride, co
             if (i + 1 == own.end && next.matrix)
                 ahead = next.matrix->panel<T>(PanelRange(panels_in_turn(*next.matrix, next.way)).begin);
             const int64_t first = in.count * part / parts, end = in.count * (part + 1) / parts;
-            if (out.way == Way::GATE)
-                multiply_gated_panel<T, Sums>(out.from(top), in, first, end, matrix, panel, ahead);
-            else
-                multiply_panel<T, Sums>(out.at(top, panel * PANEL), out.stride, out.way == Way::ADD, in, first,
-                                        end, matrix, panel, ahead);
+            const Output<T> to = out.from(top, panel * PANEL);
+            if (out.way == Way::GATE) multiply_gated_panel<T, Sums>(to, in, first, end, matrix, panel, ahead);
+            else multiply_panel<T, Sums>(to, in, first, end, matrix, panel, ahead);
         }
 #pragma omp barrier
     }
@@ -167,8 +167,8 @@ static void multiply_with(const Output<T>& out, const T* x, int64_t x_stride, co
 // x [rows, I] . weights^T + bias to out, the rows of x `x_stride` numbers apart. The first panels of `next`,
 // which comes after this matrix, are fetched at the end. Halves that gate each other are whole panels.
 template <class T>
-static void multiply(const Output<T>& out, const T* x, int64_t x_stride, const PanelMatrix& matrix, int64_t rows,
-                     NextProduct next = {}) {
+static void multiply(const Output<T>& out, const T* x, int64_t x_stride, const PanelMatrix& matrix,
+                     int64_t rows, NextProduct next = {}) {
     if constexpr (std::is_same_v<T, bf16>)
         if (HAS_TILES) return multiply_with<T, TileSums>(out, x, x_stride, matrix, rows, next);
     multiply_with<T, RegisterSums<T>>(out, x, x_stride, matrix, rows, next);

@@ -1,9 +1,9 @@
 // Sixteen floats at a time, in GCC's portable vector types: the compiler maps them to whatever the CPU
-// has. Only bf16 has instructions of its own where they exist. Numbers are float32 in registers; in
-// memory they are float32 or bfloat16.
+// has. AVX-512's own instructions are named where it does not find them. Numbers are float32 in registers;
+// in memory they are float32 or bfloat16.
 #pragma once
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -35,10 +35,31 @@ inline vf as_floats(vu bits) {
     return v;
 }
 
+// The smaller and the larger, where a NaN in `b` is passed over; numbers of 16 bits to 32 bits and back;
+// x * 2**n for whole n from -126 to 127.
+#if defined(__AVX512F__)
+inline vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)b, (__m512)a); }
+inline vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)b, (__m512)a); }
+inline vu widened(vh bits) { return (vu)_mm512_cvtepu16_epi32((__m256i)bits); }
+inline vh narrowed(vu bits) { return (vh)_mm512_cvtepi32_epi16((__m512i)bits); }
+inline vf times_power(vf x, vf n) { return (vf)_mm512_scalef_ps((__m512)x, (__m512)n); }
+#else
+inline vf min(vf a, vf b) { return b < a ? b : a; }
+inline vf max(vf a, vf b) { return b > a ? b : a; }
+inline vu widened(vh bits) { return __builtin_convertvector(bits, vu); }
+inline vh narrowed(vu bits) { return __builtin_convertvector(bits, vh); }
+inline vf times_power(vf x, vf n) {
+    const vf shifted = n + 12582912.0f;  // 1.5 * 2**23: its last bits are n
+    vu bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    return x * as_floats((bits - 0x4b400000u + 127u) << 23);
+}
+#endif
+
 inline vf load(const bf16* p) {
     vh half;
     std::memcpy(&half, p, sizeof half);
-    return as_floats(__builtin_convertvector(half, vu) << 16);
+    return as_floats(widened(half) << 16);
 }
 
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
@@ -52,7 +73,7 @@ inline vh halves(vf v) {
     std::memcpy(&bits, &half, sizeof bits);
     return bits;
 }
-inline vu upper_halves(vf v) { return __builtin_convertvector(halves(v), vu); }
+inline vu upper_halves(vf v) { return widened(halves(v)); }
 #else
 inline vu upper_halves(vf v) {
     vu bits;
@@ -60,7 +81,7 @@ inline vu upper_halves(vf v) {
     const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return v == v ? rounded : vu{} + 0x7fc0u;
 }
-inline vh halves(vf v) { return __builtin_convertvector(upper_halves(v), vh); }
+inline vh halves(vf v) { return narrowed(upper_halves(v)); }
 #endif
 
 inline void store(bf16* p, vf v) {
@@ -69,7 +90,7 @@ inline void store(bf16* p, vf v) {
 }
 
 // C vectors of one head, in an order of the compiler's own: two bf16 vectors at once come as the even
-// numbers and the odd ones, which takes two operations instead of ten. Sums over a head do not mind;
+// numbers and the odd ones, which takes two operations instead of four. Sums over a head do not mind;
 // store_head puts everything back in its place.
 template <int C>
 inline void load_head(vf (&v)[C], const float* p) {
@@ -130,9 +151,6 @@ inline float sum(vf v) {
     return float(total[0] + total[1]);
 }
 
-// A NaN in the second is passed over.
-inline vf max(vf a, vf b) { return b > a ? b : a; }
-
 inline float highest(vf v) {
     v = max(v, __builtin_shuffle(v, vi{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
     v = max(v, __builtin_shuffle(v, vi{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
@@ -144,8 +162,7 @@ inline float highest(vf v) {
 // Results below the smallest normal number become 0, results above the largest one stay at 2.4e38.
 inline vf exp(vf x) {
     const vi is_tiny = x < -87.33654f;  // comparisons let a NaN pass
-    x = is_tiny ? splat(0.0f) : x;
-    x = x > 88.37626f ? splat(88.37626f) : x;
+    x = min(x, splat(88.37626f));
     vf shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2**23: the sum is rounded to an integer
     vf n = shifted - 12582912.0f;
     vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -155,11 +172,6 @@ inline vf exp(vf x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    vi exponent;
-    std::memcpy(&exponent, &shifted, sizeof exponent);
-    vi scale = (exponent - 0x4b400000 + 127) << 23;
-    vf power;
-    std::memcpy(&power, &scale, sizeof power);
-    return is_tiny ? splat(0.0f) : p * power;
+    p = p * (r * r) + (r + 1.0f);
+    return is_tiny ? splat(0.0f) : times_power(p, n);
 }
