@@ -76,7 +76,7 @@ class EngineConfig:
     """Attention backend, see :mod:`rollout.attention`: ``"flash"`` and ``"varlen"`` for GPUs, ``"native"``
     for CPUs, ``"sdpa"`` and ``"eager"`` for both. ``"auto"`` takes the fastest that serves the model."""
     native_kernels: bool | str = "auto"
-    """Use kernels that are compiled for this CPU when first needed (by g++ in 4 to 7 seconds, kept in
+    """Use kernels that are compiled for this CPU when first needed (by g++ in 10 to 20 seconds, kept in
     the user's cache): paged attention, the passes of a draw, and the norms, rotary embedding, gated MLP
     and, where the CPU has bf16 dot products, packed linears of decoder layers that are seen to agree with
     them. ``"auto"`` does so for models on the CPU and logs a warning where they cannot be

@@ -168,7 +168,7 @@ class FusedLayer(nn.Module):
         return self._input_norm.weight.dtype
 
     def weights(self, dtype: torch.dtype) -> LayerWeights | None:
-        """The layer's weights where the compiled kernels make all products in ``dtype``, and gate them."""
+        """For compiled halves in ``dtype``, where kernels make all products and gates end with a panel."""
         qkv, out = self._qkv.panels(dtype), self._out.panels(dtype)
         gate_up, down = self._gate_up.panels(dtype), self._down.panels(dtype)
         if qkv is None or out is None or gate_up is None or down is None or not gate_up.has_whole_halves:

@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture(scope="module", params=["best", "without AVX-512"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Those of this CPU, and those of one whose vectors the compiler makes of smaller ones."""
-    return load_kernels() if request.param == "best" else kernels_without("avx512f")
+    return load_kernels() if request.param == "best" else kernels_without("avx512_f")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

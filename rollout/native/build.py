@@ -28,7 +28,7 @@ class BuildError(RuntimeError):
 
 
 def load_library() -> ctypes.CDLL:
-    """The compiled library, made now if the cache does not hold it (4 to 7 seconds).
+    """The compiled library, made now if the cache does not hold it (10 to 20 seconds).
 
     ``CXX`` names another GCC than g++, with arguments if it needs any.
 

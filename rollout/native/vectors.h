@@ -35,6 +35,8 @@ inline vf as_floats(vu bits) {
     return v;
 }
 
+constexpr float ROUNDING = 12582912.0f;  // 1.5 * 2**23: a sum with it ends in a whole number's bits
+
 // The smaller and the larger, where a NaN in `b` is passed over; numbers of 16 bits to 32 bits and back;
 // x * 2**n for whole n from -126 to 127.
 #if defined(__AVX512F__)
@@ -49,7 +51,7 @@ inline vf max(vf a, vf b) { return b > a ? b : a; }
 inline vu widened(vh bits) { return __builtin_convertvector(bits, vu); }
 inline vh narrowed(vu bits) { return __builtin_convertvector(bits, vh); }
 inline vf times_power(vf x, vf n) {
-    const vf shifted = n + 12582912.0f;  // 1.5 * 2**23: its last bits are n
+    const vf shifted = n + ROUNDING;
     vu bits;
     std::memcpy(&bits, &shifted, sizeof bits);
     return x * as_floats((bits - 0x4b400000u + 127u) << 23);
@@ -163,8 +165,7 @@ inline float highest(vf v) {
 inline vf exp(vf x) {
     const vi is_tiny = x < -87.33654f;  // comparisons let a NaN pass
     x = min(x, splat(88.37626f));
-    vf shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2**23: the sum is rounded to an integer
-    vf n = shifted - 12582912.0f;
+    vf n = (x * 1.44269504f + ROUNDING) - ROUNDING;
     vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     vf p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
